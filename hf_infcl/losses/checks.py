@@ -1,0 +1,126 @@
+"""What can be checked of a loss's arguments without reading device memory: one clear `ValueError` each."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_infcl.losses.memory_bank import MemoryBank
+from hf_infcl.ops import BACKENDS, PRECISIONS
+from hf_infcl.ring import DIRECTIONS
+
+DUPLICATES = ("mask", "positive", "keep")
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+def check_embeddings(name: str, value: Any) -> None:
+    """An (n, d) floating-point tensor with n, d >= 1."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor of shape (n, d), got {type(value).__name__}")
+    if value.ndim != 2 or 0 in value.shape:
+        raise ValueError(f"{name} must have shape (n, d) with n >= 1 and d >= 1, got {_shape(value)}")
+    if value.dtype not in _DTYPES:
+        raise ValueError(f"{name} must be float32, float16, bfloat16 or float64, got {value.dtype}")
+
+
+def check_pairs(image_embeds: Any, text_embeds: Any) -> None:
+    """Two (n, d) tensors whose rows are pairs."""
+    check_embeddings("image_embeds", image_embeds)
+    check_embeddings("text_embeds", text_embeds)
+    if image_embeds.shape != text_embeds.shape:
+        raise ValueError(
+            "image_embeds and text_embeds must have the same shape (row i of one is the pair of row i of the other), "
+            f"got {_shape(image_embeds)} and {_shape(text_embeds)}"
+        )
+    check_alike("text_embeds", text_embeds, "image_embeds", image_embeds)
+
+
+def check_alike(name: str, value: Tensor, reference_name: str, reference: Tensor) -> None:
+    """Same dtype and device as a reference."""
+    if value.dtype != reference.dtype:
+        raise ValueError(
+            f"{name} must have the dtype of {reference_name}, got {value.dtype} and {reference.dtype}; "
+            "convert one with .to(dtype)"
+        )
+    if value.device != reference.device:
+        raise ValueError(
+            f"{name} must be on the device of {reference_name}, got {value.device} and {reference.device}"
+        )
+
+
+def scalar(name: str, value: Any, like: Tensor, *, positive: bool) -> Tensor:
+    """A number or one-element tensor as a tensor on the embeddings' device; a tensor keeps its graph and dtype."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{name} must be a number or a one-element tensor, got shape {_shape(value)}")
+        if not value.is_floating_point():
+            raise ValueError(f"{name} must be a floating-point tensor, got {value.dtype}")
+        return value.to(like.device)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name} must be a number or a one-element tensor, got {type(value).__name__}")
+    if not math.isfinite(value) or (positive and value <= 0):
+        raise ValueError(f"{name} must be finite{' and greater than 0' if positive else ''}, got {value}")
+    return torch.full((), value, device=like.device, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32)
+
+
+def check_ids(name: str, ids: Any, embeds: Tensor) -> Tensor | None:
+    """(n,) or (n, m) integers as (n, m) int64."""
+    if ids is None:
+        return None
+    if not isinstance(ids, Tensor):
+        raise ValueError(f"{name} must be an integer tensor of shape (n,) or (n, m), got {type(ids).__name__}")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(f"{name} must be integers, got {ids.dtype}")
+    if ids.ndim not in (1, 2) or len(ids) != len(embeds) or 0 in ids.shape:
+        raise ValueError(f"{name} must have shape (n,) or (n, m) with n = {len(embeds)}, got {_shape(ids)}")
+    if ids.device != embeds.device:
+        raise ValueError(f"{name} must be on the device of the embeddings, got {ids.device} and {embeds.device}")
+    return ids.reshape(len(ids), -1).to(torch.int64)
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_block_size(value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"block_size must be an integer >= 1 or None, got {value!r}")
+
+
+def check_options(*, block_size: Any, backend: Any, precision: Any, direction: Any = "both", duplicates: Any = "mask") -> None:
+    """The options that the losses share."""
+    check_choice("direction", direction, DIRECTIONS)
+    check_choice("duplicates", duplicates, DUPLICATES)
+    check_choice("backend", backend, BACKENDS)
+    check_choice("precision", precision, PRECISIONS)
+    check_block_size(block_size)
+
+
+def check_label_smoothing(value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise ValueError(f"label_smoothing must be a number in [0, 1), got {value!r}")
+
+
+def check_bank(bank: Any, embeds: Tensor, ids: Tensor | None) -> None:
+    """A memory bank that fits the batch."""
+    if bank is None:
+        return
+    if not isinstance(bank, MemoryBank):
+        raise ValueError(f"bank must be a MemoryBank or None, got {type(bank).__name__}")
+    if len(bank) == 0:
+        return
+    if bank.dim != embeds.shape[1]:
+        raise ValueError(f"bank holds embeddings of dimension {bank.dim}, the batch has {embeds.shape[1]}")
+    check_alike("the embeddings in bank", bank.image_embeds, "image_embeds", embeds)
+    columns, bank_columns = (None if x is None else x.shape[1] for x in (ids, bank.ids))
+    if columns != bank_columns:
+        raise ValueError(
+            f"ids and the ids in bank must have the same number of columns (None without ids), got {columns} and "
+            f"{bank_columns}; push the bank's entries with ids of the same kind"
+        )

@@ -1,0 +1,22 @@
+"""Tile arithmetic on tensors: the sweep over blocks of the similarity matrix, on PyTorch and on Triton.
+
+Nothing here knows of modules, processes or trainers, and nothing here imports the rest of the package.
+"""
+
+from hf_infcl.ops.blocks import Engine, block_gradient, block_statistics
+from hf_infcl.ops.dispatch import BACKENDS, PRECISIONS, resolve_backend, resolve_precision
+from hf_infcl.ops.sides import Rule, Side
+from hf_infcl.ops.statistics import Statistics
+
+__all__ = [
+    "BACKENDS",
+    "PRECISIONS",
+    "Engine",
+    "Rule",
+    "Side",
+    "Statistics",
+    "block_gradient",
+    "block_statistics",
+    "resolve_backend",
+    "resolve_precision",
+]

@@ -1,0 +1,125 @@
+"""Sweeps over one rectangular block: the chunk loop with an objective's epilogue, on either backend."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from hf_infcl.ops.chunks import chunks, parts
+from hf_infcl.ops.dispatch import resolve_backend, resolve_precision, tiles
+from hf_infcl.ops.sides import Rule, Side
+from hf_infcl.ops.statistics import Statistics
+from hf_infcl.ops.torch_tiles import accumulator_dtype
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How a sweep is computed: a backend's chunk functions, the precision of products, and the chunk sizes."""
+
+    backend: str
+    precision: str
+    device: torch.device
+    dtype: torch.dtype
+    block_size: int | None = None
+
+    @classmethod
+    def of(cls, embeds: Tensor, backend: str, precision: str, block_size: int | None) -> "Engine":
+        """The engine for embeddings of a device and dtype; the names are resolved here, once."""
+        return cls(
+            resolve_backend(backend, embeds.device, embeds.dtype),
+            resolve_precision(precision, embeds.dtype),
+            embeds.device,
+            embeds.dtype,
+            block_size,
+        )
+
+    @property
+    def tiles(self) -> ModuleType:
+        return tiles(self.backend)
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        return accumulator_dtype(self.dtype)
+
+    @property
+    def gain(self) -> float:
+        """Power of two that G is multiplied by, so that a half-precision G does not underflow."""
+        return self.tiles.gain(self.dtype)
+
+    def chunk_shape(self) -> tuple[int, int]:
+        return self.tiles.chunk_shape(self.device, self.block_size)
+
+
+def block_statistics(
+    engine: Engine,
+    rows: Side,
+    cols: Side,
+    scale: Tensor,
+    rule: Rule,
+    row_stats: Statistics | None,
+    col_stats: Statistics | None,
+) -> None:
+    """Merges a block into the running statistics of its rows and columns; None where a side is not wanted.
+
+    InfoNCE's forward: one product of 2 N^2 D operations (Inf-CL, arXiv 2410.17243, section 3).
+    """
+    for r, c in chunks(rows, cols, engine.chunk_shape()):
+        engine.tiles.statistics(
+            rows[r],
+            cols[c],
+            scale,
+            rule,
+            None if row_stats is None else row_stats[r],
+            None if col_stats is None else col_stats[c],
+            engine.precision,
+        )
+
+
+# (row part, column part, want sum of G u) -> the chunk of G, and sum of G u where wanted. Both carry `Engine.gain`.
+Weights = Callable[[slice, slice, bool], tuple[Tensor, Tensor | None]]
+
+
+def block_gradient(
+    engine: Engine,
+    rows: Side,
+    cols: Side,
+    weights: Weights,
+    factor: Tensor,
+    d_rows: Tensor | None,
+    d_cols: Tensor | None,
+    want_sum: bool,
+) -> Tensor:
+    """Adds a block's share of both sides' gradients, chunk by chunk; G is made and dropped.
+
+    Args:
+        weights: makes a chunk of G.
+        factor: scalar that is common to all of G (the scale, 1/n, the incoming gradient, 1/gain).
+        d_rows: (n_rows, d), receives factor G Y, rounded to its dtype once per call. None: not wanted.
+        d_cols: (n_cols, d) in the accumulator dtype, receives G' X *without* the factor. None: not wanted.
+        want_sum: whether the sum of G u is wanted, for the scale's gradient.
+
+    Returns:
+        sum_ij G_ij u_ij (0 if not wanted) without the factor, a scalar. It equals sum_i x_i . (G Y)_i, so that it costs n d operations
+        where G Y is computed anyway.
+    """
+    accumulator, matmul = engine.accumulator, engine.tiles.matmul
+    height, width = engine.chunk_shape()
+    sum_gu = torch.zeros((), device=engine.device, dtype=accumulator)
+    for r in parts(len(rows), height):
+        x = rows.embeds[r]
+        d_x = None if d_rows is None else torch.zeros(x.shape, device=x.device, dtype=accumulator)
+        for c in parts(len(cols), width):
+            g, gu = weights(r, c, want_sum and d_x is None)
+            if d_x is not None:
+                matmul(g, cols.embeds[c], engine.precision, out=d_x)
+            if gu is not None:
+                sum_gu += gu
+            if d_cols is not None:
+                matmul(g.T, x, engine.precision, out=d_cols[c])
+        if d_x is not None and d_rows is not None:
+            if want_sum:
+                sum_gu += (x * d_x).sum()
+            d_rows[r] += d_x.mul_(factor)
+    return sum_gu

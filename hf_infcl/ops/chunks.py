@@ -1,0 +1,32 @@
+"""The chunk loop: the one place where a block is cut into pieces that fit in scratch memory."""
+
+from collections.abc import Iterator
+
+import torch
+
+from hf_infcl.ops.sides import Side
+
+# Torch path on a CPU: one float32 chunk of 512 x 2,048 is 4 MiB, so that the few arrays an epilogue makes of it stay
+# within the last-level cache. Elsewhere (a CUDA device on the reference path) larger products run nearer the peak.
+_CPU_CHUNK = (512, 2048)
+_DEVICE_CHUNK = (4096, 4096)
+
+
+def chunk_shape(device: torch.device, block_size: int | None) -> tuple[int, int]:
+    """Rows and columns of a chunk on the PyTorch path; `block_size` sets both."""
+    if block_size is not None:
+        return block_size, block_size
+    return _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
+
+
+def parts(n: int, size: int) -> Iterator[slice]:
+    """Slices of at most `size` that cover range(n)."""
+    for start in range(0, n, size):
+        yield slice(start, min(start + size, n))
+
+
+def chunks(rows: Side, cols: Side, shape: tuple[int, int]) -> Iterator[tuple[slice, slice]]:
+    """(row part, column part) of every chunk of a block, columns innermost."""
+    for row_part in parts(len(rows), shape[0]):
+        for col_part in parts(len(cols), shape[1]):
+            yield row_part, col_part

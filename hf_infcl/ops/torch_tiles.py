@@ -1,0 +1,165 @@
+"""Chunk arithmetic in plain PyTorch: the reference, and the path of every device without Triton.
+
+Each function takes one chunk (rows x columns) and does what one epilogue does with it. `hf_infcl.ops.triton` offers the
+same functions, fused; `hf_infcl.ops.blocks` drives either through the one chunk loop.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from hf_infcl.ops.chunks import chunk_shape as chunk_shape  # the PyTorch path's own sizes
+from hf_infcl.ops.sides import Rule, Side, diagonal, relations
+from hf_infcl.ops.statistics import COUNT, LOG_SUM, MAX, POSITIVE_COUNT, POSITIVE_SUM, TOTAL, Statistics
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32, or float64 for float64 embeddings."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def gain(dtype: torch.dtype) -> float:
+    """G is kept in float32 here, which needs no guard against underflow."""
+    return 1.0
+
+
+@contextmanager
+def _float32_products(precision: str, device: torch.device) -> Iterator[None]:
+    """Lets CUDA's float32 products use tf32 where the caller asked for it, and only there."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def matmul(a: Tensor, b: Tensor, precision: str, out: Tensor | None = None) -> Tensor:
+    """a @ b with float32 (or float64) operands and result: half-precision inputs are widened first, which is exact."""
+    dtype = accumulator_dtype(a.dtype)
+    with _float32_products(precision, a.device):
+        if out is None:
+            return a.to(dtype) @ b.to(dtype)
+        return out.addmm_(a.to(dtype), b.to(dtype))
+
+
+def products(rows: Side, cols: Side, precision: str) -> Tensor:
+    """(n_rows, n_cols) u_ij = x_i . y_j, before the scale."""
+    return matmul(rows.embeds, cols.embeds.T, precision)
+
+
+def statistics(
+    rows: Side,
+    cols: Side,
+    scale: Tensor,
+    rule: Rule,
+    row_stats: Statistics | None,
+    col_stats: Statistics | None,
+    precision: str,
+) -> None:
+    """Merges a chunk's candidates into the running statistics of its rows and of its columns (None: not wanted)."""
+    u = products(rows, cols, precision)
+    valid, positive = relations(rows, cols, rule)
+    for stats, along in ((row_stats, 1), (col_stats, 0)):
+        if stats is not None:
+            stats.merge_(_chunk_statistics(u, valid, positive, diagonal(rows, cols), along, scale, rule), scale)
+
+
+def _chunk_statistics(
+    u: Tensor, valid: Tensor | None, positive: Tensor | None, shift: int | None, along: int, scale: Tensor, rule: Rule
+) -> Statistics:
+    n = u.shape[1 - along]
+    stats = Statistics.empty(n, rule, device=u.device, dtype=u.dtype)
+    candidates = u if valid is None else u.masked_fill(~valid, -torch.inf)
+    highest = candidates.amax(along)
+    anchor = torch.where(highest == -torch.inf, 0.0, highest)  # a row without candidates: exp(-inf - 0) = 0, not NaN
+    stats.data[MAX] = highest
+    stats.data[LOG_SUM] = (candidates - anchor.unsqueeze(along)).mul_(scale).exp_().sum(along).log_()
+    if positive is not None:
+        stats.data[POSITIVE_SUM] = torch.where(positive, u, 0.0).sum(along)
+        stats.data[POSITIVE_COUNT] = positive.sum(along)
+    elif shift is not None:
+        pairs = torch.diagonal(u, shift)
+        first = max(-shift, 0) if along == 1 else max(shift, 0)
+        stats.data[POSITIVE_SUM, first : first + len(pairs)] = pairs
+        stats.data[POSITIVE_COUNT, first : first + len(pairs)] = 1
+    if rule.label_smoothing:
+        stats.data[TOTAL] = (u if valid is None else torch.where(valid, u, 0.0)).sum(along)
+        stats.data[COUNT] = u.shape[along] if valid is None else valid.sum(along)
+    return stats
+
+
+def softmax_weights(
+    rows: Side,
+    cols: Side,
+    scale: Tensor,
+    rule: Rule,
+    row_stats: Statistics | None,
+    col_stats: Statistics | None,
+    precision: str,
+    want_sum: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The chunk of G, dL/dl_ij without its factor 1/n: softmax less target, over rows plus over columns.
+
+    Returns:
+        G (n_rows, n_cols), and sum_ij G_ij u_ij (the scale's gradient) if wanted.
+    """
+    u = products(rows, cols, precision)
+    valid, positive = relations(rows, cols, rule)
+    shift = diagonal(rows, cols)
+    e = rule.label_smoothing
+    g = None
+    for stats, along in ((row_stats, 1), (col_stats, 0)):
+        if stats is None:
+            continue
+        data = stats.data.unsqueeze(1 + along)
+        part = (u - data[MAX]).mul_(scale).sub_(data[LOG_SUM]).exp_()
+        if e:
+            part.sub_(e / data[COUNT])
+        if valid is not None:
+            part.masked_fill_(~valid, 0.0)
+        if positive is not None:
+            part.sub_(torch.where(positive, (1 - e) / data[POSITIVE_COUNT], 0.0))
+        elif shift is not None:
+            # Every row's own pair is its one positive here, so the target's weight on the diagonal is 1 - e.
+            torch.diagonal(part, shift).sub_(1 - e)
+        g = part if g is None else g.add_(part)
+    assert g is not None, "a chunk without row or column statistics has no gradient"
+    return g, (g * u).sum() if want_sum else None
+
+
+def sigmoid_loss(rows: Side, cols: Side, scale: Tensor, bias: Tensor, rule: Rule, precision: str) -> Tensor:
+    """Sum over the chunk of -log sigmoid(z (s u + b)), z = +1 on pairs and -1 elsewhere."""
+    logits = products(rows, cols, precision).mul_(scale).add_(bias)
+    valid, _ = relations(rows, cols, rule)
+    if valid is not None:
+        logits.masked_fill_(~valid, -torch.inf)
+    shift = diagonal(rows, cols)
+    if shift is not None:
+        torch.diagonal(logits, shift).neg_()
+    return torch.nn.functional.softplus(logits).sum()
+
+
+def sigmoid_weights(
+    rows: Side, cols: Side, scale: Tensor, bias: Tensor, rule: Rule, precision: str, want_sum: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The chunk of G = -z sigmoid(-z (s u + b)).
+
+    Returns:
+        G (n_rows, n_cols); sum of G u if wanted (the scale's gradient); sum of G (the bias's).
+    """
+    u = products(rows, cols, precision)
+    g = torch.sigmoid(u * scale + bias)
+    valid, _ = relations(rows, cols, rule)
+    if valid is not None:
+        g.masked_fill_(~valid, 0.0)
+    shift = diagonal(rows, cols)
+    if shift is not None:
+        # sigmoid(l) - 1 loses its bits near 1; -sigmoid(-l) does not.
+        torch.diagonal(g, shift).copy_(-torch.sigmoid(-(torch.diagonal(u, shift) * scale + bias)))
+    return g, (g * u).sum() if want_sum else None, g.sum()
