@@ -1,0 +1,182 @@
+"""Tiny dual encoders of each supported family with processors, made on the spot from a seed, without a network.
+
+    model, processor = tiny_clip(), tiny_processor("clip")
+    path = save_tiny("siglip", tmp_path)          # AutoModel and AutoProcessor load it
+
+Images are 32 x 32 in patches of 16, towers have two layers of width 32.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertTokenizer,
+    CLIPConfig,
+    CLIPImageProcessorPil,
+    CLIPModel,
+    CLIPProcessor,
+    CLIPTokenizer,
+    Dinov2Config,
+    EfficientNetConfig,
+    PreTrainedTokenizerFast,
+    SiglipConfig,
+    SiglipImageProcessorPil,
+    SiglipModel,
+    SiglipProcessor,
+    VisionTextDualEncoderConfig,
+    VisionTextDualEncoderModel,
+    VisionTextDualEncoderProcessor,
+    ViTConfig,
+)
+
+IMAGE_SIZE = 32
+_TOWER = {"hidden_size": 32, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 4}
+_VISION = {**_TOWER, "image_size": IMAGE_SIZE, "patch_size": 16}
+# Words that captions of tests use; all else is spelt out letter by letter.
+_WORDS = """a an the of and on in with is to photo picture drawing dog cat bird two three four red green blue yellow
+white black small large big circle square triangle star left right above below next striped dotted plain running
+sleeping""".split()
+
+
+def _clip_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    entries = letters + [letter + "</w>" for letter in letters]
+    merges = []
+    for word in _WORDS:
+        pieces = [*word[:-1], word[-1] + "</w>"]
+        while len(pieces) > 1:
+            pair = (pieces[0], pieces[1])
+            if pair not in merges:
+                merges.append(pair)
+                entries.append("".join(pair))
+            pieces = ["".join(pair), *pieces[2:]]
+    return {entry: index for index, entry in enumerate([*entries, "<|startoftext|>", "<|endoftext|>"])}, merges
+
+
+def clip_tokenizer() -> CLIPTokenizer:
+    """CLIP's tokenizer over bytes and a few words; `model_max_length` is unset, as in some checkpoints."""
+    vocabulary, merges = _clip_vocabulary()
+    return CLIPTokenizer(vocab=vocabulary, merges=merges)
+
+
+def bert_tokenizer() -> BertTokenizer:
+    letters = [chr(code) for code in range(33, 127)]
+    entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *("##" + letter for letter in letters), *_WORDS]
+    return BertTokenizer(vocab={entry: index for index, entry in enumerate(dict.fromkeys(entries))})
+
+
+def end_of_text_tokenizer(*, attention_mask: bool) -> PreTrainedTokenizerFast:
+    """Pieces of words, then an end of text, as in SigLIP (no attention mask) and MetaCLIP 2."""
+    letters = [chr(code) for code in range(33, 127)]
+    entries = ["<unk>", "<pad>", "</s>", *letters, *("##" + letter for letter in letters), *_WORDS]
+    vocabulary = {entry: index for index, entry in enumerate(dict.fromkeys(entries))}
+    tokenizer = Tokenizer(models.WordPiece(vocab=vocabulary, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+    names = ["input_ids", "attention_mask"] if attention_mask else ["input_ids"]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="</s>", model_input_names=names
+    )
+
+
+def tiny_clip(seed: int = 0, **text: Any) -> CLIPModel:
+    tokenizer = clip_tokenizer()
+    special = {
+        "bos_token_id": len(tokenizer) - 2,
+        "eos_token_id": len(tokenizer) - 1,
+        "pad_token_id": len(tokenizer) - 1,
+    }
+    text = {**_TOWER, "vocab_size": len(tokenizer), "max_position_embeddings": 77, **special, **text}
+    torch.manual_seed(seed)
+    return CLIPModel(CLIPConfig(text_config=text, vision_config=_VISION, projection_dim=16)).eval()
+
+
+def tiny_siglip(seed: int = 0) -> SiglipModel:
+    words = len(end_of_text_tokenizer(attention_mask=False))
+    special = {"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1}
+    text = {**_TOWER, "vocab_size": words, "max_position_embeddings": 64, "projection_size": 32, **special}
+    torch.manual_seed(seed)
+    model = SiglipModel(SiglipConfig(text_config=text, vision_config=_VISION))
+    with torch.no_grad():  # near the published start, log(10) and -10; the class draws them at random
+        model.logit_scale.fill_(2.3026)
+        model.logit_bias.fill_(-10.0)
+    return model.eval()
+
+
+def tiny_vision_text_dual_encoder(seed: int = 0, vision: str = "vit") -> VisionTextDualEncoderModel:
+    """BERT beside a "vit", a "dinov2" or an "efficientnet"."""
+    text = BertConfig(**_TOWER, vocab_size=len(bert_tokenizer()), max_position_embeddings=48, pad_token_id=0)
+    towers: dict[str, Callable[[], Any]] = {
+        "vit": lambda: ViTConfig(**_VISION),
+        "dinov2": lambda: Dinov2Config(**_VISION),
+        "efficientnet": lambda: EfficientNetConfig(
+            image_size=IMAGE_SIZE,
+            width_coefficient=0.25,
+            depth_coefficient=0.1,
+            hidden_dim=24,
+            dropout_rate=0.0,
+            drop_connect_rate=0.0,
+        ),
+    }
+    torch.manual_seed(seed)
+    config = VisionTextDualEncoderConfig.from_vision_text_configs(towers[vision](), text, projection_dim=16)
+    return VisionTextDualEncoderModel(config).eval()
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "clip": tiny_clip,
+    "siglip": tiny_siglip,
+    "vision-text-dual-encoder": tiny_vision_text_dual_encoder,
+}
+
+
+def _clip_images() -> CLIPImageProcessorPil:
+    return CLIPImageProcessorPil(
+        size={"shortest_edge": IMAGE_SIZE}, crop_size={"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+    )
+
+
+def tiny_processor(family: str | nn.Module) -> Any:
+    """The processor of a family, by `model_type` or by a model of it."""
+    name = family if isinstance(family, str) else family.config.model_type
+    if name == "clip":
+        return CLIPProcessor(_clip_images(), clip_tokenizer())
+    if name == "siglip":
+        images = SiglipImageProcessorPil(size={"height": IMAGE_SIZE, "width": IMAGE_SIZE})
+        return SiglipProcessor(images, end_of_text_tokenizer(attention_mask=False))
+    if name == "vision-text-dual-encoder":
+        return VisionTextDualEncoderProcessor(_clip_images(), bert_tokenizer())
+    raise ValueError(f"no tiny processor for {name!r}")
+
+
+def save_tiny(family: str | nn.Module, path: str | Path, seed: int = 0) -> str:
+    """Writes a tiny model (a family's, or the one given) and its processor into a folder, and returns the folder."""
+    model = MODELS[family](seed=seed) if isinstance(family, str) else family
+    model.save_pretrained(path)
+    tiny_processor(model).save_pretrained(path)
+    return str(path)
+
+
+def tiny_batch(family: str | nn.Module, n: int = 3, seed: int = 0) -> dict[str, torch.Tensor]:
+    """n random images and n captions of different lengths, as the family's own processor gives them."""
+    name = family if isinstance(family, str) else family.config.model_type
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (n, 40, 40, 3), dtype=torch.uint8, generator=generator)
+    captions = [" ".join(_WORDS[(7 * i + j) % len(_WORDS)] for j in range(2 + i % 5)) for i in range(n)]
+    padding = "max_length" if name.startswith("siglip") else True
+    length = 64 if name.startswith("siglip") else 48
+    batch = tiny_processor(name)(
+        images=list(pixels.numpy()),
+        text=captions,
+        padding=padding,
+        truncation=True,
+        max_length=length,
+        return_tensors="pt",
+    )
+    return dict(batch)
