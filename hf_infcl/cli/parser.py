@@ -1,0 +1,127 @@
+"""One parser for the command line and for recipe files: `--config recipe.yaml --any_field value`."""
+
+import argparse
+import dataclasses
+import difflib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn, get_type_hints
+
+import yaml
+from transformers import HfArgumentParser
+
+from hf_infcl.cli.coerce import Mismatch, coerce, type_name
+
+
+class RecipeError(ValueError):
+    """A recipe or a command line that cannot be followed; the message says what to change."""
+
+
+class RecipeParser(HfArgumentParser):
+    """Fills dataclasses from a YAML recipe and the command line; the command line wins.
+
+    Args:
+        dataclass_types: the dataclasses to fill, in the order in which `parse` returns them.
+        kwargs: passed to `argparse.ArgumentParser`.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass
+        ... class Arguments:
+        ...     learning_rate: float = 1e-3
+        >>> (arguments,) = RecipeParser([Arguments]).parse(["--learning_rate", "2e-4"])
+        >>> arguments.learning_rate
+        0.0002
+    """
+
+    def __init__(self, dataclass_types: Sequence[type], **kwargs: Any) -> None:
+        # An abbreviation would hide a typing error: `--learning_rat 1` must not set the learning rate.
+        super().__init__(dataclass_types, allow_abbrev=False, **kwargs)
+        self.add_argument("--config", metavar="RECIPE", help="YAML recipe; any field given here overrides it")
+        self._types = {
+            name: hint
+            for kind in self.dataclass_types
+            for name, hint in get_type_hints(kind).items()
+            if any(field.name == name and field.init for field in dataclasses.fields(kind))
+        }
+
+    def parse(self, args: Sequence[str] | None = None) -> tuple[Any, ...]:
+        """Reads the recipe named by `--config`, lays the command line over it and builds the dataclasses.
+
+        Args:
+            args: the command line, by default the program's own.
+
+        Returns:
+            One instance of each dataclass.
+
+        Raises:
+            RecipeError: an unknown field (the nearest known one is named), a value of the wrong type (field, value
+                and expected type are named), a required field that is missing, a recipe that cannot be read.
+        """
+        args = list(sys.argv[1:] if args is None else args)
+        if {"-h", "--help"} & set(args):
+            self.print_help()
+            raise SystemExit(0)
+        given = self._command_line(args)
+        recipe = given.pop("config", None)
+        values = {**(self._recipe(Path(recipe)) if recipe else {}), **given}
+        return tuple(self._build(kind, values) for kind in self.dataclass_types)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises instead of printing the usage: two hundred options would bury the message."""
+        raise RecipeError(message)
+
+    def _command_line(self, args: list[str]) -> dict[str, Any]:
+        """Only what was typed: defaults are the dataclasses' business, and a default must not override the recipe."""
+        shown = [(action, action.default, action.required) for action in self._actions]
+        try:
+            for action, _, _ in shown:
+                action.default, action.required = argparse.SUPPRESS, False
+            namespace, unknown = self.parse_known_args(args)
+        finally:
+            for action, default, required in shown:
+                action.default, action.required = default, required
+        for word in unknown:
+            if word.startswith("--"):
+                name = word[2:].split("=")[0]
+                raise RecipeError(f"unknown option --{name}{self._nearest(name, '--')}")
+        if unknown:
+            raise RecipeError(f"{unknown[0]!r} belongs to no option; options are written --name value")
+        return vars(namespace)
+
+    def _recipe(self, path: Path) -> dict[str, Any]:
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise RecipeError(f"cannot read the recipe {path}: {error.strerror}") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise RecipeError(f"{path} is not valid YAML: {error}") from error
+        if content is None:
+            return {}
+        if not isinstance(content, dict):
+            raise RecipeError(f"{path} holds a {type(content).__name__}; expected a mapping of field names to values")
+        return {name: self._checked(name, value, path) for name, value in content.items()}
+
+    def _checked(self, name: Any, value: Any, path: Path) -> Any:
+        if name not in self._types:
+            raise RecipeError(f"{path}: unknown field {name!r}{self._nearest(str(name))}")
+        kind = self._types[name]
+        try:
+            return coerce(value, kind)
+        except Mismatch:
+            raise RecipeError(
+                f"{path}: field {name!r} is {value!r} ({type(value).__name__}); expected {type_name(kind)}"
+            ) from None
+
+    def _nearest(self, name: str, prefix: str = "") -> str:
+        near = difflib.get_close_matches(name.replace("-", "_").lower(), self._types, n=1)
+        return f"; did you mean {prefix}{near[0]}?" if near else ""
+
+    def _build(self, kind: type, values: dict[str, Any]) -> Any:
+        fields = [field for field in dataclasses.fields(kind) if field.init]
+        for field in fields:
+            required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            if required and field.name not in values:
+                raise RecipeError(f"{field.name} is missing: give --{field.name} or put it into the recipe")
+        return kind(**{field.name: values[field.name] for field in fields if field.name in values})

@@ -1,0 +1,79 @@
+"""YAML's view of a value against the type that a field wants."""
+
+import math
+from typing import Any, Literal
+
+import pytest
+import yaml
+from transformers.trainer_utils import IntervalStrategy
+
+from hf_infcl.cli.coerce import Mismatch, coerce, type_name
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "want"),
+    [
+        ("1e-4", float, 1e-4),  # YAML 1.1: a string
+        ("3", float, 3.0),
+        (".inf", float, math.inf),
+        ("1e3", int, 1000),
+        ("2.0", int, 2),
+        ("12345678901234567890", int, 12345678901234567890),
+        ("yes", bool, True),
+        ("'false'", bool, False),
+        ("0", bool, False),
+        ("7", str, "7"),
+        ("no", IntervalStrategy, IntervalStrategy.NO),  # YAML 1.1: False
+        ("steps", IntervalStrategy | str, IntervalStrategy.STEPS),
+        ("no", IntervalStrategy | str, IntervalStrategy.NO),
+        ("off", Literal["off", "on"], "off"),
+        ("null", float | None, None),
+        ("1e-4", float | None, 1e-4),
+        ("5", int | float, 5),
+        ("0.5", int | float, 0.5),
+        ("none", str | list[str] | None, "none"),
+        ("[a, b]", str | list[str] | None, ["a", "b"]),
+        ("[1e-3, 2]", list[float], [1e-3, 2.0]),
+        ("all-linear", list[str], ["all-linear"]),
+        ("{a: 1}", dict | str | None, {"a": 1}),
+        ("ds.json", dict | str | None, "ds.json"),
+        ("'{\"a\": 1}'", dict[str, Any], {"a": 1}),
+        ("[1, x]", Any, [1, "x"]),
+    ],
+)
+def test_a_value_means_what_it_says(text, kind, want):
+    got = coerce(yaml.safe_load(text), kind)
+    assert got == want
+    assert type(got) is type(want)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("fast", float),
+        ("true", float),
+        ("[1]", float),
+        ("2.5", int),
+        (".inf", int),
+        ("true", int),
+        ("maybe", bool),
+        ("2", bool),
+        ("true", str),
+        ("[a]", str),
+        ("null", str),
+        ("sometimes", IntervalStrategy | str),
+        ("null", float),
+        ("{a: 1}", list[str]),
+        ("[1, x]", list[int]),
+        ("text", dict[str, Any]),
+    ],
+)
+def test_a_value_of_another_kind_is_refused(text, kind):
+    with pytest.raises(Mismatch):
+        coerce(yaml.safe_load(text), kind)
+
+
+def test_types_are_named_in_words():
+    assert type_name(float | None) == "float or none"
+    assert type_name(list[str]) == "list[str]"
+    assert type_name(IntervalStrategy | str) == "one of no, steps, epoch"

@@ -1,0 +1,131 @@
+"""Recipe files and command lines, from text to dataclasses."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from transformers import TrainingArguments
+
+from hf_infcl.cli.arguments import ModelArguments, ScriptArguments
+from hf_infcl.cli.parser import RecipeError, RecipeParser
+
+
+@dataclass
+class Plain:
+    name: str = field(metadata={"help": "A required one."})
+    rate: float = 0.1
+    steps: int = 10
+    fast: bool = False
+    safe: bool = True
+    parts: list[str] | None = None
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    def write(text):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def parse(*args, kinds=(Plain,)):
+    return RecipeParser(kinds).parse(args)
+
+
+def test_recipe_values_are_coerced_and_the_command_line_wins(recipe):
+    path = recipe("name: a\nrate: 1e-4\nsteps: 1e2\nfast: yes\nparts: q_proj\n")
+    (got,) = parse("--config", path)
+    assert got == Plain("a", 1e-4, 100, True, True, ["q_proj"])
+    (got,) = parse("--rate", "5e-3", "--config", path, "--no_safe", "--parts", "x", "y")
+    assert got == Plain("a", 5e-3, 100, True, False, ["x", "y"])
+
+
+def test_the_command_line_can_return_to_the_default(recipe):
+    (got,) = parse("--config", recipe("name: a\nrate: 7\nfast: true\n"), "--rate", "0.1", "--fast", "false")
+    assert (got.rate, got.fast) == (0.1, False)
+
+
+def test_dashes_and_equal_signs_work():
+    (got,) = parse("--name=a", "--steps=3")
+    assert got == Plain("a", steps=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("name: a\nsteqs: 3", "unknown field 'steqs'; did you mean steps"),
+        ("name: a\nzzzzzz: 3", "unknown field 'zzzzzz'$"),
+        ("name: a\nrate: fast", r"field 'rate' is 'fast' \(str\); expected float"),
+        ("name: a\nsteps: 2.5", r"field 'steps' is 2.5 \(float\); expected int"),
+        ("name: [a]", r"field 'name' is \['a'\] \(list\); expected str"),
+        ("rate: 1", "name is missing: give --name or put it into the recipe"),
+        ("- a\n- b", "holds a list; expected a mapping"),
+        ("a: [", "not valid YAML"),
+    ],
+)
+def test_a_bad_recipe_is_explained(recipe, text, said):
+    with pytest.raises(RecipeError, match=said):
+        parse("--config", recipe(text))
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--name", "a", "--stps", "3"], "unknown option --stps; did you mean --steps"),
+        (["--name", "a", "--step", "3"], "unknown option --step; did you mean --steps"),  # no abbreviations
+        (["--name", "a", "stray"], "'stray' belongs to no option"),
+        (["--name", "a", "--rate", "fast"], "--rate: invalid float value: 'fast'"),
+        ([], "name is missing"),
+        (["--config", "nowhere.yaml"], "cannot read the recipe nowhere.yaml: No such file"),
+    ],
+)
+def test_a_bad_command_line_is_explained(args, said):
+    with pytest.raises(RecipeError, match=said):
+        parse(*args)
+
+
+def test_an_empty_recipe_changes_nothing(recipe):
+    assert parse("--config", recipe("# nothing yet\n"), "--name", "a") == (Plain("a"),)
+
+
+def test_help_shows_the_defaults(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse("--help")
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert "A required one." in shown
+    assert "(default: 0.1)" in shown
+    assert "--config RECIPE" in shown
+
+
+def test_training_arguments_with_their_unions_and_enums(recipe, tmp_path):
+    path = recipe(
+        f"output_dir: {tmp_path}\nlearning_rate: 2e-4\neval_strategy: no\nsave_strategy: steps\nreport_to: none\n"
+        "lr_scheduler_kwargs: {num_cycles: 2}\nuse_cpu: true\nlogging_steps: 5\n"
+    )
+    (got,) = parse("--config", path, "--save_steps", "7", kinds=(TrainingArguments,))
+    assert got.learning_rate == 2e-4
+    assert (got.eval_strategy, got.save_strategy) == ("no", "steps")
+    assert (got.save_steps, got.logging_steps) == (7, 5)
+    assert got.lr_scheduler_kwargs == {"num_cycles": 2}
+    assert got.report_to == []
+
+
+def test_data_and_model_are_described_beside_them(recipe):
+    path = recipe("dataset_name: sample:photo\nmodel_name_or_path: a/b\nuse_peft: true\nlora_target_modules: [q, v]\n")
+    script, model = parse("--config", path, "--dataset_test_split", "none", kinds=(ScriptArguments, ModelArguments))
+    assert (script.dataset_name, script.dataset_test_split) == ("sample:photo", None)
+    assert (model.use_peft, model.lora_target_modules, model.lora_r) == (True, ["q", "v"], 16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "said"),
+    [
+        (ScriptArguments, {"dataset_name": "a", "max_train_samples": 0}, "max_train_samples is 0"),
+        (ModelArguments, {"model_name_or_path": "a", "dtype": "float8"}, "dtype is 'float8'; expected one of auto"),
+    ],
+)
+def test_impossible_values_are_named(kind, arguments, said):
+    with pytest.raises(ValueError, match=said):
+        kind(**arguments)
