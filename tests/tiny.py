@@ -40,7 +40,7 @@ _VISION = {**_TOWER, "image_size": IMAGE_SIZE, "patch_size": 16}
 # Words that captions of tests use; all else is spelt out letter by letter.
 _WORDS = """a an the of and on in with is to photo picture drawing dog cat bird two three four red green blue yellow
 white black small large big circle square triangle star left right above below next striped dotted plain running
-sleeping""".split()
+sleeping""".split()  # noqa: SIM905 - forty words on forty lines would hide them
 
 
 def _clip_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
@@ -119,7 +119,8 @@ def tiny_vision_text_dual_encoder(seed: int = 0, vision: str = "vit") -> VisionT
             image_size=IMAGE_SIZE,
             width_coefficient=0.25,
             depth_coefficient=0.1,
-            hidden_dim=24,
+            hidden_dim=320,
+            hidden_size=320,
             dropout_rate=0.0,
             drop_connect_rate=0.0,
         ),
