@@ -12,7 +12,7 @@ from hf_infcl.cli.parser import RecipeError, RecipeParser
 @dataclass
 class Plain:
     name: str = field(metadata={"help": "A required one."})
-    rate: float = 0.1
+    rate: float = field(default=0.1, metadata={"help": "A float."})
     steps: int = 10
     fast: bool = False
     safe: bool = True

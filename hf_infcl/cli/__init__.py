@@ -1,0 +1,5 @@
+"""The command line: `hf-infcl train | evaluate | env | demo`."""
+
+from hf_infcl.cli.main import main
+
+__all__ = ["main"]

@@ -1,0 +1,89 @@
+"""From the arguments of a recipe to the objects a trainer takes."""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_infcl.cli.arguments import ModelArguments, ScriptArguments
+    from hf_infcl.trainer import InfCLConfig
+
+logger = logging.getLogger(__name__)
+
+
+def load_datasets(script_args: "ScriptArguments", training_args: "InfCLConfig") -> tuple[Any, Any]:
+    """The training and the evaluation split that a recipe names.
+
+    Returns:
+        Both as `load_image_text_dataset` gives them; the second is None where no test split is wanted.
+
+    Raises:
+        ValueError: `eval_strategy` asks for evaluations without a split to evaluate on.
+    """
+    train = _split(script_args, training_args, script_args.dataset_train_split, script_args.dataset_streaming)
+    train = _first_rows(train, script_args.max_train_samples)
+    if script_args.dataset_test_split is None:
+        if training_args.eval_strategy != "no":
+            raise ValueError(
+                f"eval_strategy is {str(training_args.eval_strategy)!r} but dataset_test_split is none; "
+                "name a split to evaluate on, or set eval_strategy to no"
+            )
+        return train, None
+    test = _split(script_args, training_args, script_args.dataset_test_split, streaming=False)
+    return train, _first_rows(test, script_args.max_eval_samples)
+
+
+def _split(script_args: "ScriptArguments", training_args: Any, split: str, streaming: bool) -> Any:
+    from hf_infcl.data import load_image_text_dataset
+
+    return load_image_text_dataset(
+        script_args.dataset_name,
+        config=script_args.dataset_config,
+        split=split,
+        revision=script_args.dataset_revision,
+        image_column=training_args.image_column,
+        caption_column=training_args.caption_column,
+        image_root=script_args.image_root,
+        streaming=streaming,
+    )
+
+
+def _first_rows(dataset: Any, count: int | None) -> Any:
+    if count is None:
+        return dataset
+    if hasattr(dataset, "__len__"):
+        return dataset.select(range(min(count, len(dataset))))
+    return dataset.take(count)
+
+
+def model_init_kwargs(training_args: "InfCLConfig", model_args: "ModelArguments") -> dict[str, Any]:
+    """What `from_pretrained` gets: the recipe's `model_init_kwargs` and the model arguments, which win."""
+    kwargs = dict(training_args.model_init_kwargs or {})
+    for name, value in (
+        ("revision", model_args.model_revision),
+        ("dtype", model_args.dtype),
+        ("attn_implementation", model_args.attn_implementation),
+    ):
+        if value is not None:
+            kwargs[name] = value
+    return kwargs
+
+
+def lora_config(model_args: "ModelArguments") -> Any:
+    """The adapter that a recipe asks for, or None. One lora_target_modules entry with a regex sign is taken as a regex."""
+    if not model_args.use_peft:
+        return None
+    from peft import LoraConfig
+
+    targets: list[str] | str | None = model_args.lora_target_modules
+    if targets and len(targets) == 1 and (targets[0] == "all-linear" or set(targets[0]) & set("*+|()[]^$\\")):
+        targets = targets[0]
+    return LoraConfig(
+        r=model_args.lora_r,
+        lora_alpha=model_args.lora_alpha,
+        lora_dropout=model_args.lora_dropout,
+        target_modules=targets,
+        modules_to_save=model_args.lora_modules_to_save,
+        task_type=model_args.lora_task_type,
+        use_rslora=model_args.use_rslora,
+        use_dora=model_args.use_dora,
+    )

@@ -1,0 +1,50 @@
+"""Entry point of the `hf-infcl` command."""
+
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "train": "fine-tune a dual encoder: hf-infcl train --config recipe.yaml [--any_field value]",
+    "evaluate": "measure a model or an adapter: hf-infcl evaluate --model_name_or_path M --dataset_name D",
+    "env": "versions, devices and the backend chosen, for bug reports",
+    "demo": "train a tiny CLIP and its adapter on built-in pictures, in minutes on a CPU",
+}
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {what}" for name, what in COMMANDS.items()]
+    return "\n".join(["usage: hf-infcl COMMAND [options]", "", *lines, "", "hf-infcl COMMAND --help lists its options."])
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs one command; everything heavy is imported by the command itself.
+
+    Args:
+        args: the command line without the program's name, by default this process's.
+
+    Returns:
+        The exit status: 0, or 2 for a command line or recipe that cannot be followed.
+    """
+    args = list(sys.argv[1:] if args is None else args)
+    if not args or args[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if args else 2
+    if args[0] == "--version":
+        from hf_infcl import __version__
+
+        print(__version__)
+        return 0
+    command, rest = args[0], args[1:]
+    if command == "train":
+        from hf_infcl.cli.train import run
+    elif command == "evaluate":
+        from hf_infcl.cli.evaluate import run
+    elif command == "env":
+        from hf_infcl.cli.env import run
+    elif command == "demo":
+        from hf_infcl.cli.demo import run
+    else:
+        print(f"hf-infcl: unknown command {command!r}\n\n{_usage()}", file=sys.stderr)
+        return 2
+    return run(rest)
