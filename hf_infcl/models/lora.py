@@ -116,8 +116,8 @@ def check_lora_targets(model: nn.Module, config: Any, towers: Sequence[str] = ("
         there = sorted({name.rsplit(".", 1)[-1] for name in _linear_names(module)})
         raise ValueError(
             f"LoRA target_modules {_short(entries)} match nothing in the {tower} tower ({type(module).__name__}); "
-            f"layers there are named: {', '.join(there)}. Leave target_modules out to adapt both towers, or write "
-            f"'{others[0]}.' before each name to adapt the other tower alone"
+            f"layers there are named: {', '.join(there)}. Leave target_modules out to adapt both towers, or say that "
+            f"the other one alone is meant by a pattern such as '{others[0]}.*(NAME|NAME)'"
         )
 
 

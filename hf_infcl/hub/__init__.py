@@ -1,0 +1,19 @@
+"""Saving and loading: adapters, processors, model cards and plots."""
+
+from hf_infcl.hub.adapters import DualEncoderPeftModel, find_peft_model, save_adapter
+from hf_infcl.hub.card import RunFacts, write_model_card
+from hf_infcl.hub.facts import run_facts, write_run
+from hf_infcl.hub.loading import load_dual_encoder
+from hf_infcl.hub.plots import plot_history
+
+__all__ = [
+    "DualEncoderPeftModel",
+    "RunFacts",
+    "find_peft_model",
+    "load_dual_encoder",
+    "plot_history",
+    "run_facts",
+    "save_adapter",
+    "write_model_card",
+    "write_run",
+]

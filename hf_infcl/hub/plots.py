@@ -1,0 +1,75 @@
+"""The curves of a run as one picture."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PLOT_NAME = "curves.png"
+# Okabe and Ito's palette: told apart by colour-blind readers and in grey.
+_BLUE, _ORANGE, _GREEN, _RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+_DIRECTIONS = {"image_to_text": (_BLUE, "image to text"), "text_to_image": (_ORANGE, "text to image")}
+
+
+def plot_history(
+    log_history: Sequence[Mapping[str, Any]], path: str | Path, *, title: str | None = None, prefix: str = "eval_"
+) -> Path:
+    """Draws loss and recall over the optimizer steps.
+
+    Args:
+        log_history: `trainer.state.log_history`: dictionaries with `step` and what was logged at it. An evaluation
+        before
+            training stands at step 0.
+        path: the folder, or the picture's own path (its ending decides the format).
+        title: a line above the picture.
+        prefix: what the names of evaluation metrics begin with.
+
+    Returns:
+        The path of the picture.
+
+    Example:
+        >>> plot_history(trainer.state.log_history, "out")
+        PosixPath('out/curves.png')
+    """
+    # Not pyplot: neither the backend that the caller chose nor its open figures are touched.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    path = Path(path)
+    if not path.suffix:
+        path = path / PLOT_NAME
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    losses, recalls = figure.subplots(1, 2)
+    _curve(losses, log_history, "loss", _BLUE, "training")
+    _curve(losses, log_history, f"{prefix}loss", _RED, "evaluation", marker="o")
+    losses.set(title="Loss", xlabel="optimizer step")
+    for direction, (colour, words) in _DIRECTIONS.items():
+        for k, style in ((1, "-"), (5, "--"), (10, ":")):
+            name = f"{prefix}{direction}/recall@{k}"
+            _curve(recalls, log_history, name, colour, f"{words} @{k}", marker="o", linestyle=style)
+    recalls.set(title="Recall", xlabel="optimizer step", ylim=(0, 1.02))
+    for axes in (losses, recalls):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        if axes.lines:
+            axes.legend(frameon=False, fontsize=8)
+        else:
+            axes.text(0.5, 0.5, "nothing logged", ha="center", va="center", color="grey", transform=axes.transAxes)
+    if title:
+        figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def _curve(
+    axes: Any, log_history: Sequence[Mapping[str, Any]], name: str, colour: str, label: str, **style: Any
+) -> None:
+    # A later value of the same step replaces an earlier one: the final evaluation repeats the last of the training.
+    points = {entry["step"]: entry[name] for entry in log_history if name in entry and "step" in entry}
+    if points:
+        steps = sorted(points)
+        alone = {"marker": "o"} if len(steps) == 1 else {}
+        axes.plot(
+            steps, [points[step] for step in steps], color=colour, label=label, markersize=3, **{**style, **alone}
+        )
