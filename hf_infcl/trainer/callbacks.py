@@ -1,0 +1,134 @@
+"""What happens around a step: the scale's cap, and the figures that the log adds to transformers' own."""
+
+import logging
+import math
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from hf_infcl.models import logit_scale_parameter
+
+logger = logging.getLogger(__name__)
+
+
+def largest_log_scale(cap: float, parameter: torch.Tensor) -> torch.Tensor:
+    """The largest number of the parameter's dtype whose exponential, in float32, does not exceed the cap."""
+    limit = torch.tensor(math.log(cap), dtype=parameter.dtype, device=parameter.device)
+    while limit.float().exp() > cap:
+        limit = torch.nextafter(limit, torch.zeros_like(limit) - math.inf)
+    return limit
+
+
+class LogitScaleCap(TrainerCallback):
+    """Keeps the multiplier at or below its cap: at the start of training and after every optimizer step.
+
+    The parameter itself is clamped, so what is saved is what was used. A cap that cuts at the start is logged.
+
+    Args:
+        cap: largest multiplier.
+    """
+
+    def __init__(self, cap: float):
+        self.cap = cap
+        self._limit: torch.Tensor | None = None
+        self.cut_at_start = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        parameter = logit_scale_parameter(model)
+        if parameter is None:
+            return
+        self._limit = largest_log_scale(self.cap, parameter)
+        before, largest = parameter.max().item(), self._limit.item()
+        # CLIP's published checkpoints hold 4.6052, which is 100 to the digits it is given in and no news.
+        if before > largest + 1e-4:
+            self.cut_at_start = True
+            logger.warning("the logit scale %g is capped at logit_scale_max=%g", math.exp(min(before, 700)), self.cap)
+        self._clamp(model)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        self._clamp(model)
+
+    def _clamp(self, model: nn.Module) -> None:
+        parameter = logit_scale_parameter(model)
+        if parameter is not None and self._limit is not None:
+            with torch.no_grad():
+                torch.minimum(parameter, self._limit.to(parameter.device), out=parameter.data)
+
+
+class DatasetEpoch(TrainerCallback):
+    """Tells the training data set which epoch it is, for choices it makes anew in each (the caption of an image)."""
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        set_epoch = getattr(self._trainer.train_dataset, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(int(state.epoch or 0))
+
+
+class StepClock(TrainerCallback):
+    """Measures the steps between two lines of the log: pairs per second, and the time spent waiting for data.
+
+    Evaluation, saving and logging are left out.
+    """
+
+    def __init__(self) -> None:
+        self._started: float | None = None
+        self._loaded: float | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        self.pairs, self.steps = 0, 0
+        self.seconds, self.data_seconds = 0.0, 0.0
+
+    def data_wanted(self) -> None:
+        self._started = time.perf_counter()
+
+    def data_ready(self) -> None:
+        self._loaded = time.perf_counter()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.reset()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def count(self, pairs: int) -> None:
+        self.pairs += pairs
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._started is not None and self._loaded is not None:
+            self.seconds += time.perf_counter() - self._started
+            self.data_seconds += self._loaded - self._started
+            self.steps += 1
+
+    def take(self) -> dict[str, float]:
+        """The figures since the last call."""
+        if self.steps == 0 or self.seconds == 0:
+            return {}
+        figures = {
+            "contrastive_batch_size": self.pairs / self.steps,
+            "samples_per_second": self.pairs / self.seconds,
+            "data_seconds_per_step": self.data_seconds / self.steps,
+            "peak_memory_gib": peak_memory_bytes() / 2**30,
+        }
+        self.reset()
+        return figures
+
+
+def peak_memory_bytes() -> int:
+    """Most memory held so far: by torch on the GPU since training began, else by this process since it started."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    if sys.platform == "win32":
+        import psutil
+
+        return psutil.Process().memory_info().peak_wset
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB

@@ -1,0 +1,134 @@
+"""What is refused before the first step, with what came, what was expected and what to do about it."""
+
+import difflib
+from collections.abc import Iterable, Sized
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainingArguments
+
+from hf_infcl.evaluation import dataset_retrieval_metrics
+from hf_infcl.models import logit_scale_parameter, unreachable_parameters
+from hf_infcl.trainer.config import InfCLConfig
+from hf_infcl.trainer.objective import SOFTMAX_LOSS_TYPES
+
+_SHOWN = 5
+# What transformers adds to the metrics of an evaluation.
+_SPEED_METRICS = ("runtime", "samples_per_second", "steps_per_second")
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first few names, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def check_arguments(args: TrainingArguments) -> None:
+    """Options of transformers that contradict a loss over the whole batch."""
+    if not isinstance(args, InfCLConfig):
+        raise ValueError(f"args must be an InfCLConfig, got {type(args).__name__}")
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"{args.n_gpu} GPUs are visible to one process, which transformers would use by DataParallel. Start one "
+            f"process for each: `accelerate launch --num_processes {args.n_gpu} <script>`, or show this process one "
+            "GPU: CUDA_VISIBLE_DEVICES=0"
+        )
+    if args.world_size > 1:
+        raise ValueError(
+            f"training on {args.world_size} processes is not available yet; start one: `accelerate launch "
+            "--num_processes 1`"
+        )
+    if str(args.optim).rpartition(".")[2].lower() in ("lomo", "adalomo"):
+        raise ValueError(
+            f"optim={args.optim} updates weights during the backward pass, between the micro-batches of one "
+            "contrastive batch; choose another optimizer"
+        )
+    if args.batch_eval_metrics:
+        raise ValueError("batch_eval_metrics would score one evaluation batch at a time; leave it out")
+    if args.train_sampling_strategy not in ("random", "sequential"):
+        raise ValueError(
+            f"train_sampling_strategy={args.train_sampling_strategy!r} sorts text by length; use 'random' or "
+            "'sequential'"
+        )
+
+
+def check_trainable(model: nn.Module, loss_type: str | None) -> None:
+    """That there is something to train, and that the loss reaches it.
+
+    Args:
+        model: the prepared model.
+        loss_type: None for a loss of the user's own, of which nothing is known.
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trained:
+        raise ValueError(
+            "the model has no trainable parameter; unfreeze some, leave out freeze_vision_model or freeze_text_model, "
+            "or pass peft_config"
+        )
+    unreachable = unreachable_parameters(model, loss_type) if loss_type is not None else []
+    if unreachable:
+        raise ValueError(
+            f"{len(unreachable)} trainable parameters do not reach the {loss_type} loss: {listed(unreachable)}. Freeze "
+            "them (requires_grad_(False)), leave them out of the adapter's target_modules, or set "
+            "train_logit_scale=False for logit_bias"
+        )
+
+
+def check_scale(model: nn.Module) -> None:
+    """That the losses get the multiplier they need."""
+    if logit_scale_parameter(model) is None:
+        raise ValueError(f"{type(model).__name__} has no logit_scale parameter")
+
+
+def check_train_dataset(args: InfCLConfig, dataset: Any, loss_type: str | None) -> None:
+    """That one contrastive batch can be made up, and has something to contrast."""
+    size = args.contrastive_batch_size
+    options = (
+        f"per_device_train_batch_size={args.per_device_train_batch_size} x "
+        f"gradient_accumulation_steps={args.gradient_accumulation_steps} x {args.world_size} process(es)"
+    )
+    least = 2 if loss_type in SOFTMAX_LOSS_TYPES and args.memory_bank_size == 0 else 1
+    if size < least:
+        raise ValueError(
+            f"a contrastive batch of one pair ({options}) has no negatives: the {loss_type} loss is 0 and nothing is "
+            "learnt. Use at least 2, a memory bank (memory_bank_size), or loss_type='sigmoid'"
+        )
+    # The length of a streamed data set is not known, or not to be trusted.
+    if dataset is None or not isinstance(dataset, Sized) or isinstance(dataset, torch.utils.data.IterableDataset):
+        return
+    n = len(dataset)
+    if n < size:
+        raise ValueError(
+            f"train_dataset has {n} rows, fewer than one contrastive batch of {size} ({options}). Reduce "
+            "per_device_train_batch_size or gradient_accumulation_steps"
+        )
+
+
+def metric_names() -> list[str]:
+    """Names of the metrics that an evaluation gives, without prefix."""
+    rows = torch.eye(11)  # more candidates than the largest k
+    return ["loss", *dataset_retrieval_metrics(rows, rows), *_SPEED_METRICS]
+
+
+def resolve_best_metric(name: str, eval_dataset: Any, has_compute_metrics: bool) -> str:
+    """Returns the metric's name as evaluations will give it, with several evaluation sets the first one's.
+
+    Raises:
+        ValueError: no evaluation will give it; suggests the nearest.
+    """
+    bare = name.removeprefix("eval_")
+    known = metric_names()
+    if isinstance(eval_dataset, dict):
+        if bare in known and eval_dataset:
+            return f"{next(iter(eval_dataset))}_{bare}"
+        known = [f"{key}_{metric}" for key in eval_dataset for metric in known]
+    # compute_metrics may give any name.
+    if bare in known or has_compute_metrics:
+        return bare
+    near = difflib.get_close_matches(bare, known, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+    raise ValueError(
+        f"metric_for_best_model={name!r} is no metric of the evaluation; {hint}There are: {', '.join(known)}"
+    )

@@ -1,0 +1,275 @@
+"""The options of a contrastive fine-tuning run."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from transformers import TrainingArguments
+from transformers.trainer_utils import SchedulerType
+
+LOSS_TYPES = ("contrastive", "hard_negative", "sigmoid")
+BATCH_SAMPLERS = ("batch_sampler", "no_duplicates")
+DEFAULT_BEST_METRIC = "mean_recall@1"
+# Of the metrics an evaluation reports, those that get better by getting smaller.
+_SMALLER_IS_BETTER = ("loss", "median_rank")
+
+
+@dataclass
+class InfCLConfig(TrainingArguments):
+    """Configuration of the `InfCLTrainer`.
+
+    Holds what is particular to contrastive fine-tuning; everything else is `transformers.TrainingArguments`. The batch
+    that is contrasted, every image with every text, is `per_device_train_batch_size` x `gradient_accumulation_steps` x
+    processes, exactly: memory follows the first, quality the product.
+
+    Parameters:
+        > Parameters that control the model
+
+        model_init_kwargs (`dict` or `str`, *optional*):
+            Keyword arguments for `from_pretrained`, used when the trainer is given its model by name.
+        freeze_vision_model (`bool`, defaults to `False`):
+            Whether to lock the vision tower and its pretrained projection (locked-image tuning).
+        freeze_text_model (`bool`, defaults to `False`):
+            Whether to lock the text tower and its pretrained projection.
+        train_logit_scale (`bool`, *optional*):
+            Whether the logit scale (and SigLIP's logit bias) is trained. By default it is, except with a PEFT adapter.
+        logit_scale_max (`float`, *optional*):
+            Largest multiplier of the cosines, enforced at the start and after every step. By default what the family
+            was trained under: 100 for CLIP, none for SigLIP. `inf` lifts it.
+
+        > Parameters that control the data
+
+        image_column (`str`, *optional*):
+            Column of the dataset that holds the images. Found by its type when not given.
+        caption_column (`str`, *optional*):
+            Column of the dataset that holds the captions. Found by its type when not given.
+        captions (`str`, defaults to `"single"`):
+            What becomes of several captions of an image: `draw` one per epoch by the seed, `expand` them to rows, or
+            `single` to refuse them. Evaluation expands them in either case.
+        batch_sampler (`str`, defaults to `"batch_sampler"`):
+            How contrastive batches are drawn: `batch_sampler` in the sampler's order, `no_duplicates` so that no two
+            rows of one batch share an id (image or caption).
+
+        > Parameters that control the loss
+
+        loss_type (`str`, *optional*):
+            What is minimised: `contrastive` (symmetric InfoNCE), `hard_negative` (the hardest negatives only) or
+            `sigmoid` (SigLIP's). By default what the family was pretrained with.
+        duplicates (`str`, defaults to `"mask"`):
+            What becomes of other rows with the same image or caption: `mask` leaves them out of the negatives,
+            `positive` makes them positives, `keep` takes them for negatives.
+        num_hard_negatives (`int`, defaults to `64`):
+            Hardest negatives kept per row and direction by `hard_negative`.
+        hard_negative_block_size (`int`, *optional*):
+            Columns of a block in the search for hard negatives. Changes memory and speed, not the result.
+        hard_negative_start (`float`, defaults to `0`):
+            Step (or, below 1, share of training) from which `hard_negative` replaces plain InfoNCE.
+        memory_bank_size (`int`, defaults to `0`):
+            Pairs of earlier batches kept as further negatives; 0 for none.
+        loss_block_size (`int`, *optional*):
+            Rows and columns of a block of the loss. Changes memory and speed, not the result. Chosen when not given.
+        loss_backend (`str`, defaults to `"auto"`):
+            Backend of the loss: `auto`, `triton` or `torch`.
+        loss_precision (`str`, defaults to `"auto"`):
+            Precision of the loss's float32 products: `auto`, `ieee`, `tf32` or `tf32x3`.
+
+    These defaults differ from `TrainingArguments`: `logging_steps` is 10, `logging_nan_inf_filter` is `False` (it hides
+    what it filters), `ddp_find_unused_parameters` is `False` (parameters the loss cannot reach are refused at the
+    start), and the best model is chosen by `mean_recall@1`.
+
+    Example:
+        >>> from hf_infcl import InfCLConfig
+        >>> args = InfCLConfig("out", per_device_train_batch_size=64, gradient_accumulation_steps=16)  # 1,024 pairs
+    """
+
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
+
+    # Defaults that differ from TrainingArguments
+    logging_steps: float = field(
+        default=10,
+        metadata={"help": "Log every X updates steps. Below 1, a share of the total training steps."},
+    )
+    metric_for_best_model: str | None = field(
+        default=None,
+        metadata={
+            "help": "The metric by which the best model is chosen, as an evaluation names it, with or without `eval_`. "
+            "`mean_recall@1` where a best model is kept."
+        },
+    )
+    greater_is_better: bool | None = field(
+        default=None,
+        metadata={"help": "Whether a greater metric is better. By default it is, but for a loss or a median rank."},
+    )
+    logging_nan_inf_filter: bool = field(
+        default=False,
+        metadata={"help": "Whether to leave NaN and infinite losses out of the logs, which hides them."},
+    )
+    ddp_find_unused_parameters: bool | None = field(
+        default=False,
+        metadata={
+            "help": "Passed to DistributedDataParallel. Unreachable parameters are refused at the start instead."
+        },
+    )
+
+    # Parameters that control the model
+    model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Keyword arguments for `from_pretrained`, used when the trainer is given its model by name."},
+    )
+    freeze_vision_model: bool = field(
+        default=False,
+        metadata={"help": "Whether to lock the vision tower and its pretrained projection (locked-image tuning)."},
+    )
+    freeze_text_model: bool = field(
+        default=False,
+        metadata={"help": "Whether to lock the text tower and its pretrained projection."},
+    )
+    train_logit_scale: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether the logit scale (and SigLIP's logit bias) is trained. By default it is, except with a "
+            "PEFT adapter."
+        },
+    )
+    logit_scale_max: float | None = field(
+        default=None,
+        metadata={
+            "help": "Largest multiplier of the cosines, enforced at the start and after every step. By default what "
+            "the family was trained under: 100 for CLIP, none for SigLIP. `inf` lifts it."
+        },
+    )
+
+    # Parameters that control the data
+    image_column: str | None = field(
+        default=None,
+        metadata={"help": "Column of the dataset that holds the images. Found by its type when not given."},
+    )
+    caption_column: str | None = field(
+        default=None,
+        metadata={"help": "Column of the dataset that holds the captions. Found by its type when not given."},
+    )
+    captions: Literal["single", "draw", "expand"] = field(
+        default="single",
+        metadata={
+            "help": "What becomes of several captions of an image: `draw` one per epoch by the seed, `expand` them to "
+            "rows, or `single` to refuse them. Evaluation expands them in either case.",
+            "choices": ["single", "draw", "expand"],
+        },
+    )
+    batch_sampler: str = field(
+        default="batch_sampler",
+        metadata={
+            "help": "How contrastive batches are drawn: `batch_sampler` in the sampler's order, `no_duplicates` so "
+            "that no two rows of one batch share an id (image or caption).",
+            "choices": list(BATCH_SAMPLERS),
+        },
+    )
+
+    # Parameters that control the loss
+    loss_type: str | None = field(
+        default=None,
+        metadata={
+            "help": "What is minimised: `contrastive` (symmetric InfoNCE), `hard_negative` (the hardest negatives "
+            "only) or `sigmoid` (SigLIP's). By default what the family was pretrained with.",
+            "choices": list(LOSS_TYPES),
+        },
+    )
+    duplicates: str = field(
+        default="mask",
+        metadata={
+            "help": "What becomes of other rows with the same image or caption: `mask` leaves them out of the "
+            "negatives, `positive` makes them positives, `keep` takes them for negatives.",
+            "choices": ["mask", "positive", "keep"],
+        },
+    )
+    num_hard_negatives: int = field(
+        default=64,
+        metadata={"help": "Hardest negatives kept per row and direction by `hard_negative`."},
+    )
+    hard_negative_block_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Columns of a block in the search for hard negatives. Changes memory and speed, not the result."
+        },
+    )
+    hard_negative_start: float = field(
+        default=0.0,
+        metadata={"help": "Step (or, below 1, share of training) from which `hard_negative` replaces plain InfoNCE."},
+    )
+    memory_bank_size: int = field(
+        default=0,
+        metadata={"help": "Pairs of earlier batches kept as further negatives; 0 for none."},
+    )
+    loss_block_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Rows and columns of a block of the loss. Changes memory and speed, not the result. Chosen when "
+            "not given."
+        },
+    )
+    loss_backend: str = field(
+        default="auto",
+        metadata={
+            "help": "Backend of the loss: `auto`, `triton` or `torch`.",
+            "choices": ["auto", "triton", "torch"],
+        },
+    )
+    loss_precision: str = field(
+        default="auto",
+        metadata={
+            "help": "Precision of the loss's float32 products: `auto`, `ieee`, `tf32` or `tf32x3`.",
+            "choices": ["auto", "ieee", "tf32", "tf32x3"],
+        },
+    )
+
+    def __post_init__(self) -> None:
+        self._choose_best_metric()
+        super().__post_init__()
+        self._check_own_fields()
+
+    @property
+    def contrastive_batch_size(self) -> int:
+        """Pairs that are contrasted with each other in one optimizer step, over all processes."""
+        return self.train_batch_size * self.gradient_accumulation_steps * self.world_size
+
+    def _choose_best_metric(self) -> None:
+        """The best model is the one that retrieves best, and a metric that shrinks as it improves is minimised."""
+        # A learning rate schedule that waits for a plateau reads the same metric and expects it to fall: the loss.
+        follows_metric = self.lr_scheduler_type in (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+        keeps_best = self.load_best_model_at_end or self.save_strategy == "best"
+        if keeps_best and self.metric_for_best_model is None and not follows_metric:
+            self.metric_for_best_model = DEFAULT_BEST_METRIC
+        if self.greater_is_better is None and self.metric_for_best_model is not None:
+            self.greater_is_better = not self.metric_for_best_model.endswith(_SMALLER_IS_BETTER)
+
+    def _check_own_fields(self) -> None:
+        own = {name: entry for name, entry in self.__dataclass_fields__.items() if "choices" in entry.metadata}
+        for name, entry in own.items():
+            value, choices = getattr(self, name), entry.metadata["choices"]
+            if value not in choices and not (value is None and entry.default is None):
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+        for name, least in (
+            ("num_hard_negatives", 1),
+            ("hard_negative_block_size", 1),
+            ("memory_bank_size", 0),
+            ("loss_block_size", 1),
+        ):
+            value = getattr(self, name)
+            if value is None and self.__dataclass_fields__[name].default is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
+        for name in ("hard_negative_start", "logit_scale_max"):
+            value = getattr(self, name)
+            if value is None and name == "logit_scale_max":
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value) or value < 0:
+                raise ValueError(f"{name} must be a number >= 0, got {value!r}")
+        if self.logit_scale_max == 0:
+            raise ValueError("logit_scale_max must be greater than 0; use inf to lift the cap")
+        if not 0 <= self.label_smoothing_factor < 1:
+            raise ValueError(f"label_smoothing_factor must be in [0, 1), got {self.label_smoothing_factor!r}")
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")

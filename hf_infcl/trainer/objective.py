@@ -1,0 +1,53 @@
+"""The loss that a configuration asks for."""
+
+from typing import Any
+
+from torch import nn
+
+from hf_infcl import losses
+from hf_infcl.losses import MemoryBank
+from hf_infcl.models import Family
+from hf_infcl.trainer.config import InfCLConfig
+
+# A softmax over one candidate has nothing to learn from; the sigmoid loss does.
+SOFTMAX_LOSS_TYPES = ("contrastive", "hard_negative")
+
+
+def resolve_loss_type(args: InfCLConfig, family: Family) -> str:
+    """The configured loss, or the one that the family was pretrained with."""
+    return args.loss_type or family.default_loss_type
+
+
+def build_loss(args: InfCLConfig, loss_type: str, *, bank: MemoryBank | None = None) -> nn.Module:
+    """Returns the module of a loss type with the configuration's options.
+
+    Raises:
+        ValueError: an option that the loss type has no use for.
+    """
+    _check_options(args, loss_type)
+    shared: dict[str, Any] = {"backend": args.loss_backend, "precision": args.loss_precision}
+    if loss_type == "contrastive":
+        return losses.ContrastiveLoss(
+            duplicates=args.duplicates,
+            label_smoothing=args.label_smoothing_factor,
+            bank=bank,
+            block_size=args.loss_block_size,
+            **shared,
+        )
+    if loss_type == "hard_negative":
+        block_size = args.hard_negative_block_size or args.loss_block_size
+        return losses.HardNegativeLoss(args.num_hard_negatives, bank=bank, block_size=block_size, **shared)
+    return losses.SigmoidLoss(block_size=args.loss_block_size, **shared)
+
+
+def _check_options(args: InfCLConfig, loss_type: str) -> None:
+    if loss_type == "sigmoid" and args.memory_bank_size:
+        raise ValueError("memory_bank_size has no effect with loss_type='sigmoid'; set it to 0")
+    # Plain InfoNCE before hard_negative_start does use label smoothing and "positive", but a run must not change its
+    # target half-way.
+    if loss_type != "contrastive" and args.label_smoothing_factor:
+        raise ValueError(f"label_smoothing_factor has no effect with loss_type={loss_type!r}; set it to 0")
+    if loss_type != "contrastive" and args.duplicates != "mask":
+        raise ValueError(f"duplicates={args.duplicates!r} needs loss_type='contrastive'; {loss_type!r} masks them")
+    if loss_type != "hard_negative" and args.hard_negative_start:
+        raise ValueError(f"hard_negative_start has no effect with loss_type={loss_type!r}; set it to 0")
