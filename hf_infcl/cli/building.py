@@ -57,7 +57,8 @@ def _first_rows(dataset: Any, count: int | None) -> Any:
 
 def model_init_kwargs(training_args: "InfCLConfig", model_args: "ModelArguments") -> dict[str, Any]:
     """What `from_pretrained` gets: the recipe's `model_init_kwargs` and the model arguments, which win."""
-    kwargs = dict(training_args.model_init_kwargs or {})
+    given: Any = training_args.model_init_kwargs  # TrainingArguments has read a JSON string into a dictionary by now
+    kwargs: dict[str, Any] = dict(given or {})
     for name, value in (
         ("revision", model_args.model_revision),
         ("dtype", model_args.dtype),
@@ -69,7 +70,7 @@ def model_init_kwargs(training_args: "InfCLConfig", model_args: "ModelArguments"
 
 
 def lora_config(model_args: "ModelArguments") -> Any:
-    """The adapter that a recipe asks for, or None. One lora_target_modules entry with a regex sign is taken as a regex."""
+    """The adapter that a recipe asks for, or None. A lone target with a sign of regular expressions is one."""
     if not model_args.use_peft:
         return None
     from peft import LoraConfig

@@ -33,8 +33,8 @@ def environment() -> dict[str, str]:
     if torch.cuda.is_available():
         facts["CUDA"] = str(torch.version.cuda)
         for index in range(torch.cuda.device_count()):
-            device = torch.cuda.get_device_properties(index)
-            facts[f"GPU {index}"] = f"{device.name}, {device.total_memory / 2**30:.0f} GiB, sm_{device.major}{device.minor}"
+            gpu = torch.cuda.get_device_properties(index)
+            facts[f"GPU {index}"] = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}"
     else:
         facts["GPU"] = "none"
     facts["CPU threads of torch"] = str(torch.get_num_threads())

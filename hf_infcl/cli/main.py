@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 COMMANDS = {
     "train": "fine-tune a dual encoder: hf-infcl train --config recipe.yaml [--any_field value]",
@@ -14,7 +15,9 @@ COMMANDS = {
 def _usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {what}" for name, what in COMMANDS.items()]
-    return "\n".join(["usage: hf-infcl COMMAND [options]", "", *lines, "", "hf-infcl COMMAND --help lists its options."])
+    return "\n".join(
+        ["usage: hf-infcl COMMAND [options]", "", *lines, "", "hf-infcl COMMAND --help lists its options."]
+    )
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -36,15 +39,7 @@ def main(args: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     command, rest = args[0], args[1:]
-    if command == "train":
-        from hf_infcl.cli.train import run
-    elif command == "evaluate":
-        from hf_infcl.cli.evaluate import run
-    elif command == "env":
-        from hf_infcl.cli.env import run
-    elif command == "demo":
-        from hf_infcl.cli.demo import run
-    else:
+    if command not in COMMANDS:
         print(f"hf-infcl: unknown command {command!r}\n\n{_usage()}", file=sys.stderr)
         return 2
-    return run(rest)
+    return import_module(f"hf_infcl.cli.{command}").run(rest)

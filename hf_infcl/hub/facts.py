@@ -118,7 +118,7 @@ def _hyperparameters(args: Any) -> dict[str, Any]:
         value = getattr(args, name, None)
         value = getattr(value, "value", value)
         redundant = (
-            (name == "max_steps" and value <= 0)
+            (name == "max_steps" and args.max_steps <= 0)
             or (name == "num_train_epochs" and args.max_steps > 0)
             or (name == "num_hard_negatives" and args.loss_type != "hard_negative")
         )
