@@ -85,11 +85,9 @@ def _write_temperature(model: nn.Module, values: dict[str, Tensor]) -> None:
 
 
 def check_adapter_name(name: str) -> None:
-    """Refuses names that PEFT finds in its own parameters' names ("lora" in "lora_A"): such adapters load as new."""
-    if name in "lora_":
-        raise ValueError(
-            f"an adapter cannot be named {name!r}: PEFT finds that in its own parameter names; use another"
-        )
+    """Refuses "lora", "lora_A" and the like: PEFT cannot tell them from its own parameters' names when it loads."""
+    if re.fullmatch(r"lora(_.*)?", name):
+        raise ValueError(f"an adapter cannot be named {name!r}: PEFT uses that in its parameters' names; take another")
 
 
 def save_adapter(

@@ -1,0 +1,234 @@
+"""Adapters written, published and loaded back."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModel, AutoProcessor, BertConfig, BertModel, CLIPModel
+
+from hf_infcl import load_dual_encoder
+from hf_infcl.hub import save_adapter
+from hf_infcl.models import complete_lora_config, logit_scale_parameter, prepare_dual_encoder
+from tests.tiny import MODELS, save_tiny, tiny_batch, tiny_clip, tiny_processor
+
+FAMILIES = sorted(MODELS)
+
+
+def _adapted(base: str, scale: float | None = None, name: str = "default", **lora: Any) -> nn.Module:
+    """A base with random adapters (standard deviation 0.3), and the scale trained to a value."""
+    model = prepare_dual_encoder(AutoModel.from_pretrained(base))
+    model = get_peft_model(model, complete_lora_config(model, LoraConfig(**lora)), adapter_name=name)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_" in key or "modules_to_save" in key:
+                parameter.normal_(std=0.3)
+        if scale is not None:
+            logit_scale_parameter(model).requires_grad_(True).fill_(scale)
+    return model.eval()
+
+
+def _assert_equal(a: Any, b: Any, atol: float = 0) -> None:
+    torch.testing.assert_close(a.image_embeds, b.image_embeds, atol=atol, rtol=0)
+    torch.testing.assert_close(a.text_embeds, b.text_embeds, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_loads_ready_to_embed(family: str, tmp_path: Path) -> None:
+    model, processor = load_dual_encoder(save_tiny(family, tmp_path))
+    stock = MODELS[family](seed=0)(**tiny_batch(family))
+    _assert_equal(model(**tiny_batch(family)), stock, atol=1e-6)
+    assert not model.training
+    assert type(processor) is type(tiny_processor(family))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("merge", [False, True])
+def test_an_adapter_loads_back_equal(family: str, merge: bool, tmp_path: Path) -> None:
+    base, batch = save_tiny(family, tmp_path / "base"), tiny_batch(family)
+    trained = _adapted(base)
+    save_adapter(trained, tmp_path / "adapter", tiny_processor(family))
+    loaded, _ = load_dual_encoder(base, adapter=tmp_path / "adapter", merge=merge)
+    _assert_equal(loaded(**batch), trained(**batch), atol=1e-4 if merge else 0)
+    assert isinstance(loaded, PeftModel) is not merge
+    plain, _ = load_dual_encoder(base)
+    assert not torch.allclose(plain(**batch).image_embeds, loaded(**batch).image_embeds, atol=1e-2)
+    assert not torch.allclose(plain(**batch).text_embeds, loaded(**batch).text_embeds, atol=1e-2)
+
+
+VARIANTS = {
+    "dora": dict(use_dora=True),
+    "rslora": dict(r=16, use_rslora=True),
+    "patterns": dict(
+        r=4,
+        target_modules=["q_proj", "visual_projection", "text_projection"],
+        rank_pattern={"visual_projection": 8},
+        alpha_pattern={"visual_projection": 32},
+    ),
+    "convolution": dict(use_dora=True, target_modules=["q_proj", "patch_embedding"]),
+}
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_variants_of_lora_load_back_equal(variant: str, tmp_path: Path) -> None:
+    base, batch = save_tiny("clip", tmp_path / "base"), tiny_batch("clip")
+    trained = _adapted(base, **VARIANTS[variant])
+    save_adapter(trained, tmp_path / "adapter")
+    loaded, _ = load_dual_encoder(base, adapter=tmp_path / "adapter")
+    _assert_equal(loaded(**batch), trained(**batch))
+    merged, _ = load_dual_encoder(base, adapter=tmp_path / "adapter", merge=True)
+    _assert_equal(merged(**batch), trained(**batch), atol=1e-4)
+
+
+def test_a_trained_scale_is_in_the_adapter_and_plain_peft_restores_it(tmp_path: Path) -> None:
+    base = save_tiny("siglip", tmp_path / "base")
+    trained = _adapted(base, scale=3.5)
+    trained.get_base_model().logit_bias.requires_grad_(True)
+    save_adapter(trained, tmp_path / "adapter")
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert tensors["base_model.model.logit_scale"].item() == 3.5
+    assert tensors["base_model.model.logit_bias"].item() == -10
+    plain = PeftModel.from_pretrained(AutoModel.from_pretrained(base), tmp_path / "adapter")
+    assert plain.get_base_model().logit_scale.item() == 3.5
+
+
+def test_a_frozen_scale_is_not_saved(tmp_path: Path) -> None:
+    save_adapter(_adapted(save_tiny("clip", tmp_path / "base")), tmp_path / "adapter")
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert not [name for name in tensors if "logit" in name]
+
+
+def test_the_scale_follows_the_adapter_in_use(tmp_path: Path) -> None:
+    base = save_tiny("clip", tmp_path / "base")
+    save_adapter(_adapted(base, scale=3.0), tmp_path / "a")
+    save_adapter(_adapted(base, scale=4.0, r=2), tmp_path / "b")
+    save_adapter(_adapted(base), tmp_path / "c")
+    original = logit_scale_parameter(load_dual_encoder(base)[0]).item()
+    model, _ = load_dual_encoder(base, adapter={"a": tmp_path / "a", "b": tmp_path / "b", "c": tmp_path / "c"})
+    scale = logit_scale_parameter(model)
+    assert scale.item() == 3.0
+    for name, expected in (("b", 4.0), ("c", original), ("a", 3.0)):
+        model.set_adapter(name)
+        assert scale.item() == expected
+    with model.disable_adapter():
+        assert scale.item() == original
+    assert scale.item() == 3.0
+    save_adapter(model, tmp_path / "again")
+    assert logit_scale_parameter(load_dual_encoder(base, adapter=tmp_path / "again")[0]).item() == 3.0
+
+
+def test_merging_keeps_the_adapters_scale(tmp_path: Path) -> None:
+    base = save_tiny("clip", tmp_path / "base")
+    save_adapter(_adapted(base, scale=3.0), tmp_path / "a")
+    model, _ = load_dual_encoder(base, adapter=tmp_path / "a", merge=True)
+    assert isinstance(model, CLIPModel)
+    assert logit_scale_parameter(model).item() == 3.0
+
+
+def test_no_path_of_this_machine_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    base = save_tiny("clip", tmp_path / "base")
+    with caplog.at_level(logging.WARNING):
+        save_adapter(_adapted(base), tmp_path / "adapter", AutoProcessor.from_pretrained(base))
+    assert "base_model_id" in caplog.text
+    for file in (tmp_path / "adapter").iterdir():
+        assert str(tmp_path).encode() not in file.read_bytes(), file
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] is None
+    with pytest.raises(ValueError, match=r"load_dual_encoder\(BASE, adapter="):
+        load_dual_encoder(tmp_path / "adapter")
+    assert AutoProcessor.from_pretrained(tmp_path / "adapter").tokenizer is not None
+
+
+def test_the_base_is_found_by_the_id_that_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = save_tiny("clip", tmp_path / "base")
+    trained = _adapted(base)
+    save_adapter(trained, tmp_path / "adapter", AutoProcessor.from_pretrained(base), base_model_id="someone/base")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "someone/base"
+    with pytest.raises(OSError, match=r"'someone/base'.*load_dual_encoder\(BASE, adapter="):
+        load_dual_encoder(tmp_path / "adapter")
+    (tmp_path / "someone").mkdir()
+    (tmp_path / "base").rename(tmp_path / "someone" / "base")
+    monkeypatch.chdir(tmp_path)  # now the id resolves, as a reachable one would on the Hub
+    loaded, processor = load_dual_encoder(tmp_path / "adapter")
+    _assert_equal(loaded(**tiny_batch("clip")), trained(**tiny_batch("clip")))
+    assert processor.tokenizer("a dog").input_ids
+
+
+def test_a_base_made_from_a_configuration_has_no_name(tmp_path: Path) -> None:
+    model = prepare_dual_encoder(tiny_clip())
+    save_adapter(get_peft_model(model, complete_lora_config(model, LoraConfig())), tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] is None
+
+
+def test_a_path_is_refused_as_the_bases_id(tmp_path: Path) -> None:
+    model = _adapted(save_tiny("clip", tmp_path / "base"))
+    with pytest.raises(ValueError, match="base_model_id"):
+        save_adapter(model, tmp_path / "adapter", base_model_id=str(tmp_path / "base"))
+
+
+def test_an_adapter_of_a_feature_extraction_task_embeds(tmp_path: Path) -> None:
+    base, batch = save_tiny("clip", tmp_path / "base"), tiny_batch("clip")
+    config = LoraConfig(task_type="FEATURE_EXTRACTION", target_modules=["q_proj"], init_lora_weights=False)
+    trained = get_peft_model(AutoModel.from_pretrained(base), config)
+    trained.save_pretrained(tmp_path / "adapter")
+    loaded, _ = load_dual_encoder(tmp_path / "adapter")
+    _assert_equal(loaded(**batch), trained.get_base_model()(**batch), atol=1e-6)
+    again, _ = load_dual_encoder(base, adapter={"x": tmp_path / "adapter", "y": tmp_path / "adapter"})
+    again.set_adapter("y")
+    _assert_equal(again(**batch), loaded(**batch))
+
+
+def test_a_named_adapter_is_saved_where_it_is_looked_for(tmp_path: Path) -> None:
+    base, batch = save_tiny("clip", tmp_path / "base"), tiny_batch("clip")
+    trained = _adapted(base, name="colours")
+    save_adapter(trained, tmp_path / "adapter")
+    loaded, _ = load_dual_encoder(base, adapter=tmp_path / "adapter")
+    _assert_equal(loaded(**batch), trained(**batch))
+
+
+def test_the_name_lora_is_refused(tmp_path: Path) -> None:
+    base = save_tiny("clip", tmp_path / "base")
+    with pytest.warns(UserWarning, match="lora"):
+        model = _adapted(base, name="lora")
+    with pytest.raises(ValueError, match="cannot be named 'lora'"):
+        save_adapter(model, tmp_path / "adapter")
+
+
+def test_dtype_is_that_asked_for(tmp_path: Path) -> None:
+    model, _ = load_dual_encoder(save_tiny("clip", tmp_path), dtype=torch.bfloat16)
+    assert model.visual_projection.weight.dtype == torch.bfloat16
+
+
+def test_unsupported_and_absent_things_are_refused(tmp_path: Path) -> None:
+    bert = BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8))
+    bert.save_pretrained(tmp_path / "bert")
+    with pytest.raises(ValueError, match=r"'bert'.*supported.*clip"):
+        load_dual_encoder(tmp_path / "bert")
+    with pytest.raises(OSError, match="nowhere"):
+        load_dual_encoder(tmp_path / "nowhere")
+    base = save_tiny("clip", tmp_path / "base")
+    with pytest.raises(OSError, match="no adapter in"):
+        load_dual_encoder(base, adapter=tmp_path / "bert")
+
+
+def test_only_safetensors_are_loaded(tmp_path: Path) -> None:
+    base = save_tiny("clip", tmp_path / "base")
+    save_adapter(_adapted(base), tmp_path / "adapter")
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    torch.save(load_file(weights), tmp_path / "adapter" / "adapter_model.bin")
+    weights.unlink()
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors"):
+        load_dual_encoder(base, adapter=tmp_path / "adapter")
+    weights = tmp_path / "base" / "model.safetensors"
+    torch.save(load_file(weights), tmp_path / "base" / "pytorch_model.bin")
+    weights.unlink()
+    with pytest.raises(OSError, match="safetensors"):
+        load_dual_encoder(base)
+    save_file({}, weights)
