@@ -153,6 +153,13 @@ class ContrastiveStep:
         """Pairs of the contrastive batch on this process."""
         return sum(self._sizes)
 
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """The dtype in which the loss takes the embeddings."""
+        if self._loss_dtype is not None or self.image_embeds is None:
+            return self._loss_dtype or torch.float32
+        return self.image_embeds.dtype
+
     def begin(self) -> None:
         """Embeds every micro-batch and computes the loss and its gradient at the embeddings, the scale and the bias."""
         images, texts = [], []
@@ -207,15 +214,14 @@ class ContrastiveStep:
             None if value is None else value.detach().requires_grad_(value.requires_grad) for value in self._scalars()
         ]
         with torch.enable_grad():
-            dtype = self._loss_dtype or self.image_embeds.dtype
-            loss = self._loss(image.to(dtype), text.to(dtype), scalars[0], scalars[1], self.ids)
+            loss = self._loss(image.to(self.loss_dtype), text.to(self.loss_dtype), scalars[0], scalars[1], self.ids)
         leaves = [leaf for leaf in (image, text, *scalars) if leaf is not None and leaf.requires_grad]
         # A gradient at an embedding is about s / N, which float16 cannot hold for large N: it is computed times N.
-        lift = 2.0 ** round(math.log2(self.rows)) if dtype == torch.float16 else 1.0
-        found = torch.autograd.grad(loss, leaves, torch.full_like(loss, lift), allow_unused=True) if leaves else ()
-        gradients: dict[int, Tensor | None] = {
-            id(leaf): None if grad is None else grad / lift for leaf, grad in zip(leaves, found, strict=True)
-        }
+        lift = 2.0 ** round(math.log2(self.rows)) if self.loss_dtype == torch.float16 else 1.0
+        found: Sequence[Tensor | None] = ()
+        if leaves:
+            found = torch.autograd.grad(loss, leaves, torch.full_like(loss, lift), allow_unused=True)
+        gradients = {id(leaf): None if grad is None else grad / lift for leaf, grad in zip(leaves, found, strict=True)}
         self._embed_gradients = tuple(
             None if (grad := gradients.get(id(leaf))) is None else grad.split(self._sizes) for leaf in (image, text)
         )

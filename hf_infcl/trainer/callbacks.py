@@ -15,6 +15,17 @@ from hf_infcl.models import logit_scale_parameter
 logger = logging.getLogger(__name__)
 
 
+# CLIP's published checkpoints hold 4.6052, which is the logarithm of 100 to the digits it is given in.
+ROUNDING = 1e-4
+
+
+def round_down_scale(model: nn.Module, cap: float) -> None:
+    """Brings a scale that exceeds the cap by rounding alone to the cap: nothing that was trained, nothing to report."""
+    parameter = logit_scale_parameter(model)
+    if parameter is not None and 0 < parameter.max().item() - (limit := largest_log_scale(cap, parameter)) < ROUNDING:
+        parameter.data.copy_(limit)
+
+
 def largest_log_scale(cap: float, parameter: torch.Tensor) -> torch.Tensor:
     """The largest number of the parameter's dtype whose exponential, in float32, does not exceed the cap."""
     limit = torch.tensor(math.log(cap), dtype=parameter.dtype, device=parameter.device)
@@ -35,7 +46,6 @@ class LogitScaleCap(TrainerCallback):
     def __init__(self, cap: float):
         self.cap = cap
         self._limit: torch.Tensor | None = None
-        self.cut_at_start = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
         parameter = logit_scale_parameter(model)
@@ -43,9 +53,7 @@ class LogitScaleCap(TrainerCallback):
             return
         self._limit = largest_log_scale(self.cap, parameter)
         before, largest = parameter.max().item(), self._limit.item()
-        # CLIP's published checkpoints hold 4.6052, which is 100 to the digits it is given in and no news.
-        if before > largest + 1e-4:
-            self.cut_at_start = True
+        if before > largest + ROUNDING:
             logger.warning("the logit scale %g is capped at logit_scale_max=%g", math.exp(min(before, 700)), self.cap)
         self._clamp(model)
 
@@ -69,6 +77,20 @@ class DatasetEpoch(TrainerCallback):
         set_epoch = getattr(self._trainer.train_dataset, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(int(state.epoch or 0))
+
+
+class FillMemoryBank(TrainerCallback):
+    """Hands the embeddings of a step to the memory bank, once the step was taken.
+
+    A step that mixed precision skipped has left the weights as they were, and may hold infinite embeddings.
+    """
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self._trainer.accelerator.optimizer_step_was_skipped:
+            self._trainer.fill_memory_bank()
 
 
 class StepClock(TrainerCallback):

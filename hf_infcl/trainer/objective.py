@@ -22,9 +22,8 @@ def build_loss(args: InfCLConfig, loss_type: str, *, bank: MemoryBank | None = N
     """Returns the module of a loss type with the configuration's options.
 
     Raises:
-        ValueError: an option that the loss type has no use for.
+        ValueError: an option of a value that the loss refuses.
     """
-    _check_options(args, loss_type)
     shared: dict[str, Any] = {"backend": args.loss_backend, "precision": args.loss_precision}
     if loss_type == "contrastive":
         return losses.ContrastiveLoss(
@@ -40,7 +39,12 @@ def build_loss(args: InfCLConfig, loss_type: str, *, bank: MemoryBank | None = N
     return losses.SigmoidLoss(block_size=args.loss_block_size, **shared)
 
 
-def _check_options(args: InfCLConfig, loss_type: str) -> None:
+def check_loss_options(args: InfCLConfig, loss_type: str) -> None:
+    """Refuses options that the loss type has no use for: they would be ignored without a word.
+
+    Raises:
+        ValueError: names the option.
+    """
     if loss_type == "sigmoid" and args.memory_bank_size:
         raise ValueError("memory_bank_size has no effect with loss_type='sigmoid'; set it to 0")
     # Plain InfoNCE before hard_negative_start does use label smoothing and "positive", but a run must not change its

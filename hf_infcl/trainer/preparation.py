@@ -1,13 +1,16 @@
 """From what the user hands over (a name, a model, an adapter configuration) to a model that is ready to be trained."""
 
 import logging
+import math
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModel, AutoProcessor, PreTrainedModel
 
+from hf_infcl.hub import DualEncoderPeftModel
 from hf_infcl.models import (
+    Family,
     complete_lora_config,
     family_of,
     logit_bias_parameter,
@@ -20,6 +23,7 @@ from hf_infcl.models import (
     vision_tower,
 )
 from hf_infcl.trainer.accumulation import Sides
+from hf_infcl.trainer.callbacks import round_down_scale
 from hf_infcl.trainer.config import InfCLConfig
 
 logger = logging.getLogger(__name__)
@@ -60,6 +64,12 @@ def load_processor(model: nn.Module, name_or_path: str | None, model_init_kwargs
         ) from error
 
 
+def scale_cap(args: InfCLConfig, family: Family) -> float | None:
+    """The largest multiplier that is allowed, or None."""
+    cap = family.default_logit_scale_max if args.logit_scale_max is None else args.logit_scale_max
+    return None if cap is None or math.isinf(cap) else cap
+
+
 def prepare_model(
     model: nn.Module, args: InfCLConfig, peft_config: Any = None, processing_class: Any = None
 ) -> nn.Module:
@@ -69,6 +79,9 @@ def prepare_model(
         ValueError: an unsupported family, an adapter upon an adapter, or LoRA targets that a tower lacks.
     """
     prepare_dual_encoder(model, processing_class)
+    cap = scale_cap(args, family_of(model))
+    if cap is not None:
+        round_down_scale(model, cap)
     if peft_config is not None:
         model = _add_adapter(model, peft_config, args)
     for side, locked in (("image", args.freeze_vision_model), ("text", args.freeze_text_model)):
@@ -83,8 +96,7 @@ def prepare_model(
 
 
 def _add_adapter(model: nn.Module, peft_config: Any, args: InfCLConfig) -> nn.Module:
-    from peft import get_peft_model
-
+    # Knows the temperature of the adapter from the base's, so that what training changed is saved with it.
     if is_peft_model(model):
         raise ValueError(
             "peft_config was given with a model that has an adapter already; pass one of the two, or merge the adapter "
@@ -92,7 +104,9 @@ def _add_adapter(model: nn.Module, peft_config: Any, args: InfCLConfig) -> nn.Mo
         )
     locked = {"vision": args.freeze_vision_model, "text": args.freeze_text_model}
     towers = [tower for tower, is_locked in locked.items() if not is_locked]
-    return get_peft_model(model, complete_lora_config(model, peft_config, towers))
+    config = complete_lora_config(model, peft_config, towers)
+    config.base_model_name_or_path = getattr(model, "name_or_path", None) or None
+    return DualEncoderPeftModel(model, config)
 
 
 def _lock(model: nn.Module, side: str) -> None:

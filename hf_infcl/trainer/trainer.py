@@ -1,7 +1,9 @@
 """The Trainer whose contrastive batch is the whole effective batch."""
 
 import logging
+import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,10 +12,18 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel, Trainer, TrainerCallback
-from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, has_length
+from transformers.trainer_utils import (
+    EvalLoopOutput,
+    EvalPrediction,
+    TrainOutput,
+    denumpify_detensorize,
+    get_last_checkpoint,
+    has_length,
+)
 
 from hf_infcl.data import ImageTextCollator, ImageTextDataset
 from hf_infcl.evaluation import dataset_retrieval_metrics
+from hf_infcl.hub import find_peft_model, save_adapter, write_run
 from hf_infcl.losses import MemoryBank
 from hf_infcl.models import (
     family_of,
@@ -25,13 +35,15 @@ from hf_infcl.models import (
 )
 from hf_infcl.trainer import checks, objective
 from hf_infcl.trainer.accumulation import ContrastiveStep, Embed, untouched_rng
-from hf_infcl.trainer.callbacks import DatasetEpoch, LogitScaleCap, StepClock
+from hf_infcl.trainer.callbacks import DatasetEpoch, FillMemoryBank, LogitScaleCap, StepClock
+from hf_infcl.trainer.checkpoints import check_checkpoint, load_bank, save_bank
 from hf_infcl.trainer.config import InfCLConfig
 from hf_infcl.trainer.evaluation import EmbeddedSet, embed_set
 from hf_infcl.trainer.preparation import (
     load_model,
     load_processor,
     prepare_model,
+    scale_cap,
     set_locked_towers_eval,
     sides_of,
 )
@@ -146,21 +158,35 @@ class InfCLTrainer(Trainer):
             self.data_collator = ImageTextCollator(processing_class, padding)
         self._wraps_rows = wraps_rows
         self.loss_type = None if loss is not None else objective.resolve_loss_type(args, family)
+        if loss is not None and (args.memory_bank_size or getattr(loss, "bank", None) is not None):
+            raise ValueError(
+                "a memory bank is filled and saved by the trainer: set memory_bank_size and loss_type instead of "
+                "passing loss="
+            )
+        if self.loss_type is not None:
+            objective.check_loss_options(args, self.loss_type)
         self.memory_bank: MemoryBank | None = None
         self.loss = self._make_loss(loss)
+        warms_up = self.loss_type == "hard_negative" and args.hard_negative_start > 0
+        self._early_loss = objective.build_loss(args, "contrastive") if warms_up else None
         # Without the bank: an evaluation set is contrasted with itself only.
         self._eval_loss = self._make_loss(loss)
         self._step: ContrastiveStep | None = None
         self._position = 0
         self._said_dropped = False
+        self._card_is_current = False
         self._sides = sides_of(self.model)
         self._check_start(args)
         self._clock = StepClock()
-        cap = args.logit_scale_max if args.logit_scale_max is not None else family.default_logit_scale_max
-        self._scale_cap = None if cap is None or cap == float("inf") else LogitScaleCap(cap)
-        for callback in (self._clock, DatasetEpoch(self), self._scale_cap):
-            if callback is not None:
-                self.add_callback(callback)
+        cap = scale_cap(args, family)
+        own_callbacks = [
+            self._clock,
+            DatasetEpoch(self),
+            *([FillMemoryBank(self)] if args.memory_bank_size else []),
+            *([LogitScaleCap(cap)] if cap is not None else []),
+        ]
+        for callback in own_callbacks:
+            self.add_callback(callback)
 
     def _make_loss(self, loss: nn.Module | None) -> nn.Module:
         if loss is not None:
@@ -318,10 +344,24 @@ class InfCLTrainer(Trainer):
 
     # ---- Training ----
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As `transformers.Trainer.train`."""
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """As `transformers.Trainer.train`; a checkpoint that does not belong to this run is refused first."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(f"there is no checkpoint in output_dir={self.args.output_dir!r} to resume from")
+        if resume_from_checkpoint:
+            needs_bank = self.args.memory_bank_size > 0
+            check_checkpoint(str(resume_from_checkpoint), self.model, self.args, needs_bank=needs_bank)
         self._said_dropped = False
-        return super().train(*args, **kwargs)
+        self._card_is_current = False
+        self._set_memory_bank(None)
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def _inner_training_loop(
         self,
@@ -405,7 +445,72 @@ class InfCLTrainer(Trainer):
         return step
 
     def _loss_of_step(self) -> Callable[..., Tensor]:
-        return _as_callable(self.loss)
+        start = self.args.hard_negative_start
+        start = math.ceil(start * self.state.max_steps) if start < 1 else start
+        is_early = self._early_loss is not None and self.state.global_step < start
+        return _as_callable(self._early_loss if is_early and self._early_loss is not None else self.loss)
+
+    # ---- Memory bank ----
+
+    def _set_memory_bank(self, bank: MemoryBank | None) -> None:
+        self.memory_bank = bank
+        if self.args.memory_bank_size:
+            for loss in (self.loss, self._early_loss):
+                if loss is not None:
+                    loss.bank = bank  # type: ignore[assignment]
+
+    def fill_memory_bank(self) -> None:
+        """Pushes the embeddings of the last step, in the sampler's order. Called when a step was taken."""
+        if self._step is None or self._step.image_embeds is None or self._step.text_embeds is None:
+            return
+        images, texts, ids = self._step.image_embeds, self._step.text_embeds, self._step.ids
+        if self.memory_bank is None:
+            dtype = self._step.loss_dtype
+            size, dim = self.args.memory_bank_size, images.shape[1]
+            self._set_memory_bank(MemoryBank(size, dim, dtype=dtype, device=images.device))
+        assert self.memory_bank is not None
+        self.memory_bank.push(images, texts, ids)
+
+    # ---- Checkpoints ----
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.args.memory_bank_size:
+            save_bank(self.memory_bank, output_dir, self.args)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and self.args.memory_bank_size:
+            self._set_memory_bank(load_bank(self.args.memory_bank_size, checkpoint, self.args))
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        if find_peft_model(self.model) is None:
+            super()._save(output_dir, state_dict)
+        elif self.args.should_save:
+            folder = Path(output_dir or self.args.output_dir)
+            save_adapter(self.model, folder, self.processing_class, state_dict=state_dict)
+            torch.save(self.args, folder / "training_args.bin")
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the model or the adapter with its processor; outside of checkpoints, a card and a plot of the run."""
+        super().save_model(output_dir, _internal_call=True)
+        if _internal_call:
+            return
+        if self.is_world_process_zero():
+            write_run(self, output_dir, after=self._last_evaluation())
+            self._card_is_current = True
+        if self.args.push_to_hub:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Writes the card and the plot of this run, unless `save_model` has written them since training."""
+        if self.is_world_process_zero() and not self._card_is_current:
+            write_run(self, after=self._last_evaluation())
+            self._card_is_current = True
+
+    def _last_evaluation(self) -> dict[str, float]:
+        lines = reversed(self.state.log_history)
+        return next((line for line in lines if any(name.startswith("eval_") for name in line)), {})
 
     def _to_device(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value.to(self.args.device, non_blocking=self._pins_memory) for name, value in inputs.items()}
