@@ -2,5 +2,6 @@
 
 from hf_infcl.losses.contrastive import ContrastiveLoss, contrastive_loss
 from hf_infcl.losses.memory_bank import MemoryBank
+from hf_infcl.losses.sigmoid import SigmoidLoss, sigmoid_loss
 
-__all__ = ["ContrastiveLoss", "MemoryBank", "contrastive_loss"]
+__all__ = ["ContrastiveLoss", "MemoryBank", "SigmoidLoss", "contrastive_loss", "sigmoid_loss"]

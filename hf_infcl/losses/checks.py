@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_infcl.losses.memory_bank import MemoryBank
-from hf_infcl.ops import BACKENDS, PRECISIONS
+from hf_infcl.ops import BACKENDS, PRECISIONS, accumulator_dtype
 from hf_infcl.ring import DIRECTIONS
 
 DUPLICATES = ("mask", "positive", "keep")
@@ -48,9 +48,7 @@ def check_alike(name: str, value: Tensor, reference_name: str, reference: Tensor
             "convert one with .to(dtype)"
         )
     if value.device != reference.device:
-        raise ValueError(
-            f"{name} must be on the device of {reference_name}, got {value.device} and {reference.device}"
-        )
+        raise ValueError(f"{name} must be on the device of {reference_name}, got {value.device} and {reference.device}")
 
 
 def scalar(name: str, value: Any, like: Tensor, *, positive: bool) -> Tensor:
@@ -65,7 +63,7 @@ def scalar(name: str, value: Any, like: Tensor, *, positive: bool) -> Tensor:
         raise ValueError(f"{name} must be a number or a one-element tensor, got {type(value).__name__}")
     if not math.isfinite(value) or (positive and value <= 0):
         raise ValueError(f"{name} must be finite{' and greater than 0' if positive else ''}, got {value}")
-    return torch.full((), value, device=like.device, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32)
+    return torch.full((), value, device=like.device, dtype=accumulator_dtype(like.dtype))
 
 
 def check_ids(name: str, ids: Any, embeds: Tensor) -> Tensor | None:
@@ -93,7 +91,9 @@ def check_block_size(value: Any) -> None:
         raise ValueError(f"block_size must be an integer >= 1 or None, got {value!r}")
 
 
-def check_options(*, block_size: Any, backend: Any, precision: Any, direction: Any = "both", duplicates: Any = "mask") -> None:
+def check_options(
+    *, block_size: Any, backend: Any, precision: Any, direction: Any = "both", duplicates: Any = "mask"
+) -> None:
     """The options that the losses share."""
     check_choice("direction", direction, DIRECTIONS)
     check_choice("duplicates", duplicates, DUPLICATES)

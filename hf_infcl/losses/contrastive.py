@@ -36,9 +36,9 @@ def contrastive_loss(
 ) -> Tensor:
     """Symmetric InfoNCE, CLIP's loss, without the N x N similarity matrix.
 
-    Row i's loss is the cross-entropy of the softmax over its candidates to its positives; the value is the mean over the
-    rows of both directions. It equals the dense computation within 1e-6 relative in float32, in memory that grows with
-    n d instead of n^2.
+    Row i's loss is the cross-entropy of the softmax over its candidates to its positives; the value is the mean over
+    the rows of both directions. It equals the dense computation within 1e-6 relative in float32, in memory that grows
+    with n d instead of n^2.
 
     Args:
         image_embeds: (n, d) image embeddings, used as given: normalise them first. Any n, d >= 1, any stride; float32,
@@ -98,8 +98,8 @@ class ContrastiveLoss(nn.Module):
 
     Args:
         duplicates, bank, direction, label_smoothing, block_size, group, backend, precision: as in `contrastive_loss`.
-            Raise ``label_smoothing`` (0.1) where captions are noisy; use ``duplicates="positive"`` where many rows share
-            a caption and copies should attract each other, ``"mask"`` where they should merely not repel.
+            Raise ``label_smoothing`` (0.1) where captions are noisy; use ``duplicates="positive"`` where many rows
+            share a caption and copies should attract each other, ``"mask"`` where they should merely not repel.
 
     Inputs:
         ==============  ==========  ======================================

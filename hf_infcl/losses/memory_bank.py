@@ -1,5 +1,7 @@
 """A first-in, first-out queue of detached embeddings that widens the choice of negatives."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -32,7 +34,11 @@ class MemoryBank(nn.Module):
         self, size: int, dim: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ):
         super().__init__()
-        for name, value in (("size", size), ("dim", dim)):
+        self._images: Tensor
+        self._texts: Tensor
+        self._ids: Tensor | None
+        options: dict[str, Any] = {"size": size, "dim": dim}
+        for name, value in options.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
         self.size, self.dim = size, dim

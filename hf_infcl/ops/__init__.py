@@ -3,10 +3,12 @@
 Nothing here knows of modules, processes or trainers, and nothing here imports the rest of the package.
 """
 
-from hf_infcl.ops.blocks import Engine, block_gradient, block_statistics
+from hf_infcl.ops.blocks import Engine, Weights, block_gradient, block_statistics
+from hf_infcl.ops.chunks import chunks
 from hf_infcl.ops.dispatch import BACKENDS, PRECISIONS, resolve_backend, resolve_precision
 from hf_infcl.ops.sides import Rule, Side
 from hf_infcl.ops.statistics import Statistics
+from hf_infcl.ops.torch_tiles import accumulator_dtype
 
 __all__ = [
     "BACKENDS",
@@ -15,8 +17,11 @@ __all__ = [
     "Rule",
     "Side",
     "Statistics",
+    "Weights",
+    "accumulator_dtype",
     "block_gradient",
     "block_statistics",
+    "chunks",
     "resolve_backend",
     "resolve_precision",
 ]

@@ -101,8 +101,8 @@ def block_gradient(
         want_sum: whether the sum of G u is wanted, for the scale's gradient.
 
     Returns:
-        sum_ij G_ij u_ij (0 if not wanted) without the factor, a scalar. It equals sum_i x_i . (G Y)_i, so that it costs n d operations
-        where G Y is computed anyway.
+        sum_ij G_ij u_ij (0 if not wanted) without the factor, a scalar. It equals sum_i x_i . (G Y)_i, so that it costs
+        n d operations where G Y is computed anyway.
     """
     accumulator, matmul = engine.accumulator, engine.tiles.matmul
     height, width = engine.chunk_shape()

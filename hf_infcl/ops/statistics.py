@@ -60,5 +60,5 @@ class Statistics:
         target = data[POSITIVE_SUM] / data[POSITIVE_COUNT]
         if e:
             target = (1 - e) * target + e * data[TOTAL] / data[COUNT]
-        # Differences of unscaled products first: for a well-trained row max equals the positive, and the loss is log_sum.
+        # The difference of unscaled products first: where the positive is the maximum, the loss is log_sum to the bit.
         return scale * (data[MAX] - target) + data[LOG_SUM]

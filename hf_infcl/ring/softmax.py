@@ -13,47 +13,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_infcl.ops import Engine, Side, Statistics, block_gradient, block_statistics
-from hf_infcl.ring.shards import Block, Shard, blocks
+from hf_infcl.ops import Engine, Statistics, Weights, block_statistics
+from hf_infcl.ring.shards import Block, blocks
 from hf_infcl.ring.spec import Spec
+from hf_infcl.ring.traversal import Banks, gradient_traversal, shards
 
-Banks = tuple[Tensor | None, Tensor | None, Tensor | None]  # images, texts, ids
-
-
-def _shards(images: Tensor, texts: Tensor, ids: Tensor | None, banks: Banks) -> tuple[Shard, Shard]:
-    bank_images, bank_texts, bank_ids = banks
-    n = len(images)
-    return (
-        Shard(Side(images, 0, ids), None if bank_images is None else Side(bank_images, n, bank_ids)),
-        Shard(Side(texts, 0, ids), None if bank_texts is None else Side(bank_texts, n, bank_ids)),
-    )
+Needs = tuple[bool, bool, bool]  # gradient of images, texts, scale
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def _pick(block: Block, rows: Statistics | None, cols: Statistics | None) -> tuple[Statistics | None, Statistics | None]:
+def _wanted(block: Block, rows: Statistics | None, cols: Statistics | None) -> tuple[Statistics | None, ...]:
     return rows if block.for_rows else None, cols if block.for_cols else None
 
 
 def softmax_forward(
     images: Tensor, texts: Tensor, scale: Tensor, ids: Tensor | None, banks: Banks, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, and the statistics of rows and of columns ((0,) where a direction is not wanted)."""
+    """The loss, and the statistics of rows and of columns (empty where a direction is not wanted)."""
     engine = Engine.of(images, spec.backend, spec.precision, spec.block_size)
-    mine, travelling = _shards(images, texts, ids, banks)
+    mine, travelling = shards(images, texts, ids, banks)
     s = scale.detach().reshape(()).to(engine.accumulator)
     row_stats, col_stats = (
-        Statistics.empty(len(side), spec.rule, device=engine.device, dtype=engine.accumulator) if wanted else None
-        for side, wanted in ((images, spec.for_rows), (texts, spec.for_cols))
+        Statistics.empty(len(images), spec.rule, device=engine.device, dtype=engine.accumulator) if wanted else None
+        for wanted in (spec.for_rows, spec.for_cols)
     )
     for block in blocks(mine, travelling):
-        wanted = _pick(block, row_stats, col_stats)
-        if wanted != (None, None):
-            block_statistics(engine, block.rows, block.cols, s, spec.rule, *wanted)
+        rows, cols = _wanted(block, row_stats, col_stats)
+        if rows is not None or cols is not None:
+            block_statistics(engine, block.rows, block.cols, s, spec.rule, rows, cols)
     total = torch.zeros((), device=engine.device, dtype=engine.accumulator)
     for stats in (row_stats, col_stats):
         if stats is not None:
             total += stats.losses(s, spec.rule).sum()
-    none = torch.empty(0, device=engine.device, dtype=engine.accumulator)
-    row_data, col_data = (none.clone() if stats is None else stats.data for stats in (row_stats, col_stats))
+    row_data, col_data = (s.new_empty(0) if stats is None else stats.data for stats in (row_stats, col_stats))
     return total / (spec.directions * len(images)), row_data, col_data
 
 
@@ -67,46 +59,37 @@ def softmax_backward(
     row_data: Tensor,
     col_data: Tensor,
     spec: Spec,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of the image embeddings, the text embeddings (where needed) and the scale."""
+    needs: Needs,
+) -> Gradients:
+    """Gradients of the image embeddings, the text embeddings and the scale, None where not needed."""
     engine = Engine.of(images, spec.backend, spec.precision, spec.block_size)
-    mine, travelling = _shards(images, texts, ids, banks)
-    s = scale.reshape(()).to(engine.accumulator)
+    mine, travelling = shards(images, texts, ids, banks)
+    s = scale.detach().reshape(()).to(engine.accumulator)
     share = grad.to(engine.accumulator) / (spec.directions * len(images) * engine.gain)
     all_rows = Statistics(row_data) if spec.for_rows else None
     all_cols = Statistics(col_data) if spec.for_cols else None
-    # Rows that meet more than one block of columns need an accumulator; else each is rounded once, on its way out.
-    row_dtype = engine.accumulator if banks[1] is not None else images.dtype
-    d_images = torch.zeros(images.shape, device=images.device, dtype=row_dtype) if needs[0] else None
-    d_texts = torch.zeros(texts.shape, device=texts.device, dtype=engine.accumulator) if needs[1] else None
-    sum_gu = torch.zeros((), device=engine.device, dtype=engine.accumulator)
 
-    for block in blocks(mine, travelling):
-        row_stats, col_stats = _pick(block, all_rows, all_cols)
-        if row_stats is None and col_stats is None:
-            continue
+    def weights_of(block: Block) -> Weights | None:
+        rows, cols = _wanted(block, all_rows, all_cols)
+        if rows is None and cols is None:
+            return None
 
-        def weights(r: slice, c: slice, want_sum: bool, block=block, row_stats=row_stats, col_stats=col_stats):
+        def weights(r: slice, c: slice, want_sum: bool) -> tuple[Tensor, Tensor | None]:
             return engine.tiles.softmax_weights(
                 block.rows[r],
                 block.cols[c],
                 s,
                 spec.rule,
-                None if row_stats is None else row_stats[r],
-                None if col_stats is None else col_stats[c],
+                None if rows is None else rows[r],
+                None if cols is None else cols[c],
                 engine.precision,
                 want_sum,
             )
 
-        d_rows = d_images if block.rows is mine.batch else None
-        d_cols = d_texts if block.cols is travelling.batch else None
-        sum_gu += block_gradient(engine, block.rows, block.cols, weights, s * share, d_rows, d_cols, needs[2])
+        return weights
 
-    if d_texts is not None:
-        d_texts = d_texts.mul_(s * share).to(texts.dtype)
-    d_scale = (share * sum_gu).to(scale.dtype).reshape(scale.shape) if needs[2] else None
-    return None if d_images is None else d_images.to(images.dtype), d_texts, d_scale
+    d_images, d_texts, sum_gu = gradient_traversal(engine, mine, travelling, weights_of, s * share, needs)
+    return d_images, d_texts, (share * sum_gu).to(scale.dtype).reshape(scale.shape) if needs[2] else None
 
 
 class _SoftmaxLoss(torch.autograd.Function):
@@ -132,16 +115,18 @@ class _SoftmaxLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         images, texts, scale, ids, bank_images, bank_texts, bank_ids, rows, cols = ctx.saved_tensors
-        needs = ctx.needs_input_grad
+        banks = bank_images, bank_texts, bank_ids
         with torch.autocast(images.device.type, enabled=False):
-            d_images, d_texts, d_scale = softmax_backward(
-                grad, images, texts, scale, ids, (bank_images, bank_texts, bank_ids), rows, cols, ctx.spec, needs[:3]
+            gradients = softmax_backward(
+                grad, images, texts, scale, ids, banks, rows, cols, ctx.spec, ctx.needs_input_grad[:3]
             )
-        return d_images, d_texts, d_scale, None, None, None, None, None
+        return *gradients, None, None, None, None, None
 
 
-def softmax_loss(
-    images: Tensor, texts: Tensor, scale: Tensor, ids: Tensor | None, banks: Banks, spec: Spec
-) -> Tensor:
+def softmax_loss(images: Tensor, texts: Tensor, scale: Tensor, ids: Tensor | None, banks: Banks, spec: Spec) -> Tensor:
     """The InfoNCE loss of the global batch, differentiable in both embeddings and the scale."""
+    if torch.compiler.is_compiling():
+        from hf_infcl.ring.compiled import compiled_softmax_loss
+
+        return compiled_softmax_loss(images, texts, scale, ids, banks, spec)
     return _SoftmaxLoss.apply(images, texts, scale, ids, *banks, spec)
