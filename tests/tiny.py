@@ -14,8 +14,15 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import nn
 from transformers import (
+    AltCLIPConfig,
+    AltCLIPModel,
+    AltCLIPProcessor,
     BertConfig,
     BertTokenizer,
+    ChineseCLIPConfig,
+    ChineseCLIPImageProcessorPil,
+    ChineseCLIPModel,
+    ChineseCLIPProcessor,
     CLIPConfig,
     CLIPImageProcessorPil,
     CLIPModel,
@@ -23,7 +30,13 @@ from transformers import (
     CLIPTokenizer,
     Dinov2Config,
     EfficientNetConfig,
+    MetaClip2Config,
+    MetaClip2Model,
     PreTrainedTokenizerFast,
+    Siglip2Config,
+    Siglip2ImageProcessorPil,
+    Siglip2Model,
+    Siglip2Processor,
     SiglipConfig,
     SiglipImageProcessorPil,
     SiglipModel,
@@ -97,12 +110,44 @@ def tiny_clip(seed: int = 0, **text: Any) -> CLIPModel:
     return CLIPModel(CLIPConfig(text_config=text, vision_config=_VISION, projection_dim=16)).eval()
 
 
-def tiny_siglip(seed: int = 0) -> SiglipModel:
-    words = len(end_of_text_tokenizer(attention_mask=False))
-    special = {"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1}
-    text = {**_TOWER, "vocab_size": words, "max_position_embeddings": 64, "projection_size": 32, **special}
+def tiny_metaclip_2(seed: int = 0) -> MetaClip2Model:
+    text = {**_end_of_text_tower(), "max_position_embeddings": 77}
     torch.manual_seed(seed)
-    model = SiglipModel(SiglipConfig(text_config=text, vision_config=_VISION))
+    return MetaClip2Model(MetaClip2Config(text_config=text, vision_config=_VISION, projection_dim=16)).eval()
+
+
+def tiny_chinese_clip(seed: int = 0) -> ChineseCLIPModel:
+    text = {**_TOWER, "vocab_size": len(bert_tokenizer()), "max_position_embeddings": 60}
+    torch.manual_seed(seed)
+    return ChineseCLIPModel(ChineseCLIPConfig(text_config=text, vision_config=_VISION, projection_dim=16)).eval()
+
+
+def tiny_altclip(seed: int = 0) -> AltCLIPModel:
+    text = {**_end_of_text_tower(), "max_position_embeddings": 60, "project_dim": 24, "initializer_factor": 1.0}
+    torch.manual_seed(seed)
+    return AltCLIPModel(AltCLIPConfig(text_config=text, vision_config=_VISION, projection_dim=16)).eval()
+
+
+def _end_of_text_tower() -> dict[str, Any]:
+    words = len(end_of_text_tokenizer(attention_mask=True))
+    return {**_TOWER, "vocab_size": words, "bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1}
+
+
+def tiny_siglip(seed: int = 0) -> SiglipModel:
+    text = {**_end_of_text_tower(), "max_position_embeddings": 64, "projection_size": 32}
+    torch.manual_seed(seed)
+    return _start_sigmoid(SiglipModel(SiglipConfig(text_config=text, vision_config=_VISION)))
+
+
+def tiny_siglip2(seed: int = 0) -> Siglip2Model:
+    """NaFlex: images of any shape as at most four patches of 16 x 16."""
+    text = {**_end_of_text_tower(), "max_position_embeddings": 64, "projection_size": 32}
+    vision = {**_TOWER, "num_patches": 4, "patch_size": 16}
+    torch.manual_seed(seed)
+    return _start_sigmoid(Siglip2Model(Siglip2Config(text_config=text, vision_config=vision)))
+
+
+def _start_sigmoid(model: Any) -> Any:
     with torch.no_grad():  # near the published start, log(10) and -10; the class draws them at random
         model.logit_scale.fill_(2.3026)
         model.logit_bias.fill_(-10.0)
@@ -143,8 +188,12 @@ def _spread(tower: nn.Module) -> None:
 
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
+    "altclip": tiny_altclip,
+    "chinese_clip": tiny_chinese_clip,
     "clip": tiny_clip,
+    "metaclip_2": tiny_metaclip_2,
     "siglip": tiny_siglip,
+    "siglip2": tiny_siglip2,
     "vision-text-dual-encoder": tiny_vision_text_dual_encoder,
 }
 
@@ -160,6 +209,17 @@ def tiny_processor(family: str | nn.Module) -> Any:
     name = family if isinstance(family, str) else family.config.model_type
     if name == "clip":
         return CLIPProcessor(_clip_images(), clip_tokenizer())
+    if name == "metaclip_2":
+        return CLIPProcessor(_clip_images(), end_of_text_tokenizer(attention_mask=True))
+    if name == "altclip":
+        return AltCLIPProcessor(_clip_images(), end_of_text_tokenizer(attention_mask=True))
+    if name == "chinese_clip":
+        square = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+        images = ChineseCLIPImageProcessorPil(size=square, crop_size=square)
+        return ChineseCLIPProcessor(images, bert_tokenizer())
+    if name == "siglip2":
+        images = Siglip2ImageProcessorPil(patch_size=16, max_num_patches=4)
+        return Siglip2Processor(images, end_of_text_tokenizer(attention_mask=False))
     if name == "siglip":
         images = SiglipImageProcessorPil(size={"height": IMAGE_SIZE, "width": IMAGE_SIZE})
         return SiglipProcessor(images, end_of_text_tokenizer(attention_mask=False))

@@ -77,7 +77,14 @@ def _forward(
     image_embeds = text_embeds = None
     if pixel_values is not None:
         image_inputs["pixel_values"] = normalize_images(self, pixel_values)
-        image_embeds = normalize(self.get_image_features(**image_inputs, return_dict=True).pooler_output)
+        try:
+            image_embeds = normalize(self.get_image_features(**image_inputs, return_dict=True).pooler_output)
+        except ValueError as error:
+            if "image size" not in str(error):
+                raise
+            raise ValueError(
+                f"{error} Let the model's own processor resize the images, or pass interpolate_pos_encoding=True"
+            ) from error
     if input_ids is not None:
         text_embeds = normalize(self.get_text_features(**text_inputs, return_dict=True).pooler_output)
     return DualEncoderOutput(image_embeds=image_embeds, text_embeds=text_embeds)

@@ -1,6 +1,6 @@
 """The supported families of dual encoders: what each takes in and how its text is padded."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -75,15 +75,19 @@ def _position_limit(tower: nn.Module) -> int | None:
     return int(positions)
 
 
-_CLIP = Family("clip")
 _SIGLIP = Family("siglip", pads_to_max_length=True, default_loss_type="sigmoid", default_logit_scale_max=None)
 _BERT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        _CLIP,
-        _SIGLIP,
+        Family("clip"),
+        Family("metaclip_2"),
+        # Yang et al. 2022 cut captions at 52 tokens; the configuration tells the 512 positions of the BERT beneath.
+        Family("chinese_clip", text_inputs=_BERT_INPUTS, context_length=52),
+        Family("altclip", text_inputs=_BERT_INPUTS),
+        _SIGLIP,  # and the SigLIP 2 checkpoints of fixed resolution
+        replace(_SIGLIP, name="siglip2", image_inputs=("pixel_values", "pixel_attention_mask", "spatial_shapes")),
         Family(
             "vision-text-dual-encoder",
             text_inputs=_BERT_INPUTS,

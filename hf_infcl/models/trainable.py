@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from hf_infcl.models.access import logit_bias_parameter, logit_scale_parameter, unwrap
 from hf_infcl.models.embedding import prepare_dual_encoder
+from hf_infcl.models.families import family_of
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +48,14 @@ def _blank_pair(base: Any) -> dict[str, Tensor]:
     channels = getattr(vision, "num_channels", 3)
     ids = torch.ones((1, 2), dtype=torch.long, device=device)
     pair = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if hasattr(vision, "num_patches"):  # NaFlex: an image of 2 x 2 patches
+    if "spatial_shapes" in family_of(base).image_inputs:  # NaFlex: an image of 2 x 2 patches
         pair["pixel_values"] = torch.zeros((1, 4, channels * vision.patch_size**2), device=device, dtype=dtype)
         pair["pixel_attention_mask"] = torch.ones((1, 4), dtype=torch.long, device=device)
         pair["spatial_shapes"] = torch.full((1, 2), 2, device=device)
     else:
         size = getattr(vision, "image_size", 224)
+        if vision.model_type.startswith("dino"):  # takes any size, and its own is 518
+            size = 2 * vision.patch_size
         height, width = (size, size) if isinstance(size, int) else size
         pair["pixel_values"] = torch.zeros((1, channels, height, width), device=device, dtype=dtype)
     return pair
