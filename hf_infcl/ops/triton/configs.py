@@ -1,0 +1,56 @@
+"""Tile shapes by chip, dtype and precision: a table, so that nothing is timed inside a training step."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from hf_infcl.ops.dispatch import triton_interpreted
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """How one kernel cuts its chunk.
+
+    Attributes:
+        block_m, block_n, block_k: rows, columns and depth of a tile.
+        warps, stages: Triton's num_warps and num_stages.
+        group: how many rows of tiles are walked together for the sake of L2.
+        persistent: one program per multiprocessor that walks over the tiles, its loads running ahead of the epilogue.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    group: int = 8
+    persistent: bool = False
+
+
+@cache
+def chip(index: int) -> tuple[tuple[int, int], int]:
+    """Compute capability and number of multiprocessors of a CUDA device."""
+    properties = torch.cuda.get_device_properties(index)
+    return (properties.major, properties.minor), properties.multi_processor_count
+
+
+def uses_tma(device: torch.device) -> bool:
+    """Whether the chip has the bulk tensor copy engine (Hopper and later)."""
+    return device.type == "cuda" and chip(device.index or 0)[0] >= (9, 0)
+
+
+def config(kernel: str, device: torch.device, dtype: torch.dtype, precision: str) -> TileConfig:
+    """The tile configuration of a kernel (``"statistics"`` or ``"weights"``; the sigmoid loss runs on the same two)."""
+    if device.type != "cuda":
+        # Only the interpreter runs on a CPU: small tiles, so that small tests meet many tiles and every ragged edge.
+        assert triton_interpreted()
+        return TileConfig(16, 32, 32, 1, 1, group=2, persistent=True)
+    if dtype == torch.float32:
+        if precision == "tf32":
+            return TileConfig(128, 128, 32, 8, 3)
+        return TileConfig(64, 64, 32, 4, 2) if precision == "ieee" else TileConfig(64, 128, 32, 8, 2)
+    if chip(device.index or 0)[0] >= (9, 0):
+        return TileConfig(256, 128, 64, 8, 3, persistent=True)
+    # A100 and its kin: 164 KiB of shared memory, no copy engine, operands by cp.async.
+    return TileConfig(128, 128, 32, 4, 4)

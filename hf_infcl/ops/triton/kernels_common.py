@@ -1,0 +1,111 @@
+"""The logits tile: what every kernel of the sweep shares. One program computes BLOCK_M x BLOCK_N entries of u = X Y'."""
+
+import triton
+import triton.language as tl
+
+# `exp2` is the one transcendental of the inner loop. `ex2.approx.ftz` is a single instruction; without `.ftz` the
+# compiler adds three per element to be right about subnormal results, which count for nothing in any of our sums.
+if triton.knobs.runtime.interpret:
+
+    @triton.jit
+    def exp2(x):
+        return tl.exp2(x)
+
+else:
+
+    @triton.jit
+    def exp2(x):
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def tile_origin(tile, n_rows, n_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """First row and first column of a tile; GROUP rows of tiles are walked together, so that they share columns in L2."""
+    tiles_m = tl.cdiv(n_rows, BLOCK_M)
+    tiles_n = tl.cdiv(n_cols, BLOCK_N)
+    group = tile // (GROUP * tiles_n)
+    first = group * GROUP
+    height = tl.minimum(tiles_m - first, GROUP)
+    within = tile - group * GROUP * tiles_n
+    return (first + within % height) * BLOCK_M, (within // height) * BLOCK_N
+
+
+@triton.jit
+def product(
+    x, y, x_stride, y_stride, n_rows, n_cols, depth, row0, col0,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
+):  # fmt: skip
+    """u[row0:, col0:] in float32. Beyond the ragged edge operands read as zero.
+
+    x, y: tensor descriptors (USE_TMA), or pointers to row-major matrices with unit stride along the depth.
+    """
+    u = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    rows = row0 + tl.arange(0, BLOCK_M)
+    cols = col0 + tl.arange(0, BLOCK_N)
+    for k in range(0, depth, BLOCK_K):
+        if USE_TMA:
+            a = x.load([row0, k])
+            b = y.load([col0, k])
+        else:
+            ks = k + tl.arange(0, BLOCK_K)
+            inside = (ks < depth)[None, :]
+            a = tl.load(
+                x + rows.to(tl.int64)[:, None] * x_stride + ks[None, :],
+                mask=(rows < n_rows)[:, None] & inside,
+                other=0.0,
+            )
+            b = tl.load(
+                y + cols.to(tl.int64)[:, None] * y_stride + ks[None, :],
+                mask=(cols < n_cols)[:, None] & inside,
+                other=0.0,
+            )
+        u = tl.dot(a, b.T, u, input_precision=PRECISION)
+    return u
+
+
+@triton.jit
+def inside(rows, cols, n_rows, n_cols):
+    return (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+
+
+@triton.jit
+def own(rows, cols, shift):
+    """Where a tile meets the pairs' diagonal: row i and column i + shift belong to one pair."""
+    return (rows + shift)[:, None] == cols[None, :]
+
+
+@triton.jit
+def meets_diagonal(row0, col0, shift, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    return (row0 + shift < col0 + BLOCK_N) & (col0 < row0 + shift + BLOCK_M)
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def may_match(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS: tl.constexpr):
+    """Whether any row of a tile may be the same as any of its columns, by the low halves of their ids.
+
+    One 32-bit comparison per element: nearly all tiles hold no duplicates, and stop here.
+    """
+    hit = tl.zeros((rows.shape[0], cols.shape[0]), dtype=tl.int1)
+    for c in tl.static_range(ID_COLUMNS):
+        a = tl.load(x_ids + rows.to(tl.int64) * ID_COLUMNS + c, mask=rows < n_rows, other=0).to(tl.int32)
+        b = tl.load(y_ids + cols.to(tl.int64) * ID_COLUMNS + c, mask=cols < n_cols, other=0).to(tl.int32)
+        hit = hit | (a[:, None] == b[None, :])
+    return tl.reduce(hit, None, _either)
+
+
+@triton.jit
+def same(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS: tl.constexpr):
+    """Rows and columns that agree in a column of their 64-bit ids."""
+    hit = tl.zeros((rows.shape[0], cols.shape[0]), dtype=tl.int1)
+    for c in tl.static_range(ID_COLUMNS):
+        a = tl.load(x_ids + rows.to(tl.int64) * ID_COLUMNS + c, mask=rows < n_rows, other=0)
+        b = tl.load(y_ids + cols.to(tl.int64) * ID_COLUMNS + c, mask=cols < n_cols, other=0)
+        hit = hit | (a[:, None] == b[None, :])
+    return hit

@@ -1,0 +1,115 @@
+"""SigLIP's two epilogues on the logits tile: -log sigmoid(z (s u + b)) and its derivative by s u + b."""
+
+import triton
+import triton.language as tl
+
+from hf_infcl.ops.triton.kernels_common import (
+    exp2,
+    inside,
+    may_match,
+    meets_diagonal,
+    own,
+    product,
+    same,
+    tile_origin,
+)
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+# Below this log2 of e = exp(s u + b), which is where nearly every tile of negatives lies (SigLIP starts at b = -10), four
+# terms of the series of log(1 + e) and of e / (1 + e) are exact in float32 and spare the second transcendental.
+SMALL_LOG2 = tl.constexpr(-6.0)
+
+
+@triton.jit
+def _log1p_series(e):
+    return e * (1.0 - e * (0.5 - e * (0.3333333333 - e * 0.25)))
+
+
+@triton.jit
+def _sigmoid_series(e):
+    return e * (1.0 - e * (1.0 - e * (1.0 - e)))
+
+
+@triton.jit
+def _softplus(t2):
+    """log(1 + 2^t2), without overflow and without losing a small 2^t2 beside 1."""
+    e = exp2(-tl.abs(t2))
+    tail = tl.where(e < 0.015625, _log1p_series(e), tl.log2(1.0 + e) * LN_2)
+    return tl.maximum(t2, 0.0) * LN_2 + tail + (t2 - t2)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_cols", "depth", "shift"])
+def sigmoid_loss_kernel(
+    x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, scale, bias,
+    parts, n_programs,
+    ID_COLUMNS: tl.constexpr, MASK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr, USE_TMA: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """parts: (tiles,) float32, the sum of -log sigmoid(z (s u + b)) over every tile."""
+    tiles = tl.cdiv(n_rows, BLOCK_M) * tl.cdiv(n_cols, BLOCK_N)
+    s2 = tl.load(scale).to(tl.float32) * LOG2_E
+    b2 = tl.load(bias).to(tl.float32) * LOG2_E
+    for tile in tl.range(tl.program_id(0), tiles, n_programs, flatten=FLATTEN):
+        row0, col0 = tile_origin(tile, n_rows, n_cols, BLOCK_M, BLOCK_N, GROUP)
+        u = product(
+            x, y, x_stride, y_stride, n_rows, n_cols, depth, row0, col0, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, USE_TMA
+        )
+        rows = row0 + tl.arange(0, BLOCK_M)
+        cols = col0 + tl.arange(0, BLOCK_N)
+        t = tl.fma(u, s2, b2)
+        # Out of the sum: a logit so low that its softplus is zero (-inf would be NaN in t - t).
+        if (row0 + BLOCK_M > n_rows) | (col0 + BLOCK_N > n_cols):
+            t = tl.where(inside(rows, cols, n_rows, n_cols), t, -1e30)
+        if MASK:
+            if may_match(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS):
+                t = tl.where(same(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS) & (own(rows, cols, shift) == 0), -1e30, t)  # fmt: skip
+        if meets_diagonal(row0, col0, shift, BLOCK_M, BLOCK_N):
+            t = tl.where(own(rows, cols, shift) & inside(rows, cols, n_rows, n_cols), -t, t)
+        if tl.max(t) < SMALL_LOG2:
+            total = tl.sum(_log1p_series(exp2(t)))
+        else:
+            total = tl.sum(_softplus(t))
+        tl.store(parts + tile, total)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_cols", "depth", "shift"])
+def sigmoid_weights_kernel(
+    x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, scale, bias,
+    g, g_stride, parts, n_programs, gain,
+    ID_COLUMNS: tl.constexpr, MASK: tl.constexpr, WANT_SUM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr, USE_TMA: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """G = -z sigmoid(-z (s u + b)), times `gain`. parts: (2, tiles) float32, sums of G and (WANT_SUM) of G u."""
+    tiles = tl.cdiv(n_rows, BLOCK_M) * tl.cdiv(n_cols, BLOCK_N)
+    s2 = tl.load(scale).to(tl.float32) * LOG2_E
+    b2 = tl.load(bias).to(tl.float32) * LOG2_E
+    for tile in tl.range(tl.program_id(0), tiles, n_programs, flatten=FLATTEN):
+        row0, col0 = tile_origin(tile, n_rows, n_cols, BLOCK_M, BLOCK_N, GROUP)
+        u = product(
+            x, y, x_stride, y_stride, n_rows, n_cols, depth, row0, col0, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, USE_TMA
+        )
+        rows = row0 + tl.arange(0, BLOCK_M)
+        cols = col0 + tl.arange(0, BLOCK_N)
+        t = tl.fma(u, s2, b2)
+        diagonal = meets_diagonal(row0, col0, shift, BLOCK_M, BLOCK_N)
+        if diagonal:
+            t = tl.where(own(rows, cols, shift), -t, t)
+        if tl.max(t) < SMALL_LOG2:
+            w = _sigmoid_series(exp2(t))
+        else:
+            w = 1.0 / (1.0 + exp2(-t))
+        if MASK:
+            if may_match(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS):
+                w = tl.where(same(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS) & (own(rows, cols, shift) == 0), 0.0, w)  # fmt: skip
+        if diagonal:
+            w = tl.where(own(rows, cols, shift), -w, w)
+        if (row0 + BLOCK_M > n_rows) | (col0 + BLOCK_N > n_cols):
+            w = tl.where(inside(rows, cols, n_rows, n_cols), w, 0.0)
+        tl.store(parts + tile, gain * tl.sum(w))
+        if WANT_SUM:
+            tl.store(parts + tiles + tile, gain * tl.sum(w * u))
+        at = g + rows.to(tl.int64)[:, None] * g_stride + cols[None, :]
+        tl.store(at, (w * gain).to(g.dtype.element_ty), mask=inside(rows, cols, n_rows, n_cols))

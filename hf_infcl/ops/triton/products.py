@@ -1,0 +1,52 @@
+"""The two products of the backward, G Y and G'X: the vendor's matrix product, with float32 results."""
+
+import torch
+from torch import Tensor
+
+from hf_infcl.ops.sides import Side
+from hf_infcl.ops.torch_tiles import matmul as float32_matmul
+
+# Rows and columns of a chunk: 16,384^2 forward, where a chunk costs only its tiles' statistics (12 MiB), and 8,192^2
+# backward, where G takes 128 MiB in bfloat16.
+_STATISTICS_CHUNK = (16384, 16384)
+_WEIGHTS_CHUNK = (8192, 8192)
+
+# |G| <= 2, and most of it is near 1/n: in float16 it is kept 2^14 times larger, clear of the subnormals below 6e-5.
+_FLOAT16_GAIN = 2.0**14
+
+
+def chunk_shape(device: torch.device, block_size: int | None) -> tuple[int, int]:
+    """Rows and columns of a chunk; `block_size` sets both."""
+    return _WEIGHTS_CHUNK if block_size is None else (block_size, block_size)
+
+
+def gain(dtype: torch.dtype) -> float:
+    """Power of two that G is multiplied by."""
+    return _FLOAT16_GAIN if dtype == torch.float16 else 1.0
+
+
+def empty_weights(rows: Side, cols: Side) -> Tensor:
+    """Room for a chunk of G; its rows start on 16-byte boundaries, whatever its width."""
+    embeds = rows.embeds
+    step = 16 // embeds.element_size()
+    return embeds.new_empty(len(rows), -(-len(cols) // step) * step)[:, : len(cols)]
+
+
+def matmul(a: Tensor, b: Tensor, precision: str, out: Tensor | None = None) -> Tensor:
+    """a @ b in float32, added to `out` where that is given."""
+    if a.device.type != "cuda" or a.dtype == torch.float32:
+        if precision == "tf32x3" and a.dtype == torch.float32:
+            a_high, b_high = _high(a), _high(b)
+            a_low, b_low = a - a_high, b - b_high
+            out = float32_matmul(a_low, b_high, "tf32", out)
+            out = float32_matmul(a_high, b_low, "tf32", out)
+            return float32_matmul(a_high, b_high, "tf32", out)
+        return float32_matmul(a, b, precision, out)
+    if out is None:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+
+
+def _high(x: Tensor) -> Tensor:
+    """The part of float32 numbers that tf32 holds exactly (10 bits of fraction)."""
+    return (x.view(torch.int32) & -(1 << 13)).view(torch.float32)

@@ -1,0 +1,114 @@
+"""InfoNCE's chunk functions on Triton; the same meaning as `hf_infcl.ops.torch_tiles`."""
+
+import torch
+from torch import Tensor
+
+from hf_infcl.ops.sides import Rule, Side
+from hf_infcl.ops.statistics import Statistics
+from hf_infcl.ops.triton.kernels_softmax import merge_kernel, statistics_kernel, weights_kernel
+from hf_infcl.ops.triton.launch import Tiles, cdiv
+from hf_infcl.ops.triton.products import empty_weights, gain
+
+_MERGE_ROWS, _MERGE_STEP = 64, 16
+
+
+def _exact(precision: str, dtype: torch.dtype) -> bool:
+    """Full float32 keeps each row's own maximum: sharing one costs up to six bits of a log-sum-exp."""
+    return dtype == torch.float32 and precision != "tf32"
+
+
+def statistics(
+    rows: Side,
+    cols: Side,
+    scale: Tensor,
+    rule: Rule,
+    row_stats: Statistics | None,
+    col_stats: Statistics | None,
+    precision: str,
+) -> None:
+    """Merges a chunk's candidates into the running statistics of its rows and of its columns (None: not wanted)."""
+    tiles = Tiles.of("statistics", rows, cols, rule, precision)
+    n_rows, n_cols, device = len(rows), len(cols), rows.embeds.device
+    many, smooth = rule.duplicates == "positive" and tiles.arguments["ID_COLUMNS"] > 0, rule.label_smoothing > 0
+    planes = 2 + 2 * many + 2 * smooth
+    # One allocation for both sides' parts.
+    row_size = planes * tiles.tiles_n * n_rows if row_stats is not None else 0
+    col_size = planes * tiles.tiles_m * n_cols if col_stats is not None else 0
+    parts = torch.empty(row_size + col_size, device=device, dtype=torch.float32)
+    row_parts, col_parts = parts[:row_size], parts[row_size:]
+    sides = {
+        "row_stats": None if row_stats is None else row_stats.data,
+        "col_stats": None if col_stats is None else col_stats.data,
+        "row_stats_stride": 0 if row_stats is None else row_stats.data.stride(0),
+        "col_stats_stride": 0 if col_stats is None else col_stats.data.stride(0),
+        "row_parts": row_parts,
+        "col_parts": col_parts,
+        "scale": scale,
+    }
+    exact = _exact(precision, rows.embeds.dtype)
+    options = {
+        "doubts": None if exact else torch.empty(tiles.tiles_m * tiles.tiles_n, device=device, dtype=torch.int32),
+        "ROWS": row_stats is not None,
+        "COLS": col_stats is not None,
+        "MANY_POSITIVES": many,
+        "SMOOTH": smooth,
+    }
+    tiles.launch(statistics_kernel, **sides, **options, EXACT=exact, REPAIR=False)
+    if not exact:
+        tiles.repair().launch(statistics_kernel, **sides, **options, EXACT=True, REPAIR=True)
+    row_blocks = cdiv(n_rows, _MERGE_ROWS) if row_stats is not None else 0
+    col_blocks = cdiv(n_cols, _MERGE_ROWS) if col_stats is not None else 0
+    merge_kernel[(row_blocks + col_blocks,)](
+        **sides,
+        n_rows=n_rows,
+        n_cols=n_cols,
+        row_tiles=tiles.tiles_m,
+        col_tiles=tiles.tiles_n,
+        row_blocks=row_blocks,
+        MANY_POSITIVES=many,
+        SMOOTH=smooth,
+        BLOCK=_MERGE_ROWS,
+        STEP=_MERGE_STEP,
+        num_warps=4,
+    )
+
+
+def softmax_weights(
+    rows: Side,
+    cols: Side,
+    scale: Tensor,
+    rule: Rule,
+    row_stats: Statistics | None,
+    col_stats: Statistics | None,
+    precision: str,
+    want_sum: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The chunk of G, dL/dl_ij without its factor 1/n, times `gain`: softmax less target, over rows plus over columns.
+
+    Returns:
+        G (n_rows, n_cols) in the embeddings' dtype, and sum_ij G_ij u_ij (the scale's gradient) if wanted.
+    """
+    dtype = rows.embeds.dtype
+    tiles = Tiles.of("weights", rows, cols, rule, precision)
+    g = empty_weights(rows, cols)
+    sums = torch.empty(tiles.tiles_m * tiles.tiles_n, device=g.device, dtype=torch.float32) if want_sum else None
+    tiles.launch(
+        weights_kernel,
+        scale=scale,
+        row_stats=None if row_stats is None else row_stats.data,
+        col_stats=None if col_stats is None else col_stats.data,
+        row_stats_stride=0 if row_stats is None else row_stats.data.stride(0),
+        col_stats_stride=0 if col_stats is None else col_stats.data.stride(0),
+        g=g,
+        g_stride=g.stride(0),
+        sum_parts=sums,
+        smoothing=float(rule.label_smoothing),
+        gain=gain(dtype),
+        ROWS=row_stats is not None,
+        COLS=col_stats is not None,
+        MANY_POSITIVES=rule.duplicates == "positive" and tiles.arguments["ID_COLUMNS"] > 0,
+        SMOOTH=rule.label_smoothing > 0,
+        EXACT=_exact(precision, dtype),
+        WANT_SUM=want_sum,
+    )
+    return g, None if sums is None else sums.sum()
