@@ -1,0 +1,222 @@
+"""The best checkpoint is the one reloaded, and a resumed run ends where the uninterrupted one does, bit for bit."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoProcessor, CLIPModel
+
+from hf_infcl import InfCLTrainer, load_dual_encoder
+from tests.tiny import save_tiny, tiny_clip, tiny_processor, tiny_siglip
+from tests.trainer.helpers import Rows, config, dropout_clip, lora, parameters, stack, trained, trainer
+
+CASES = {
+    "full": {},
+    "lora": {"adapter": {"target_modules": ["q_proj"]}},
+    "lora with dropout": {"adapter": {"target_modules": ["q_proj"], "lora_dropout": 0.5}, "dropout": True},
+    "memory bank": {"adapter": {"lora_dropout": 0.5}, "memory_bank_size": 5},
+    "trained scale": {"adapter": {}, "train_logit_scale": True},
+    "accumulation": {"adapter": {"lora_dropout": 0.5}, "gradient_accumulation_steps": 2},
+}
+
+
+def resumable(folder: Path, case: dict, **options):
+    case = dict(case)
+    adapter = case.pop("adapter", None)
+    torch.manual_seed(5)
+    model = dropout_clip() if case.pop("dropout", False) else tiny_clip()
+    return trainer(
+        folder,
+        model,
+        n=16,
+        peft_config=None if adapter is None else lora(**adapter),
+        **{
+            "per_device_train_batch_size": 2,
+            "max_steps": 8,
+            "save_strategy": "steps",
+            "save_steps": 2,
+            "eval_dataset": Rows(4),
+            "eval_strategy": "steps",
+            "eval_steps": 3,
+            **case,
+            **options,
+        },
+    )
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, case, step):
+    whole = resumable(tmp_path / "whole", case)
+    whole.train()
+    resumed = resumable(tmp_path / "resumed", case)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+    assert resumed.state.global_step == 8
+    wanted, found = parameters(whole.model), parameters(resumed.model)
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+    if whole.memory_bank is not None:
+        assert torch.equal(whole.memory_bank.image_embeds, resumed.memory_bank.image_embeds)
+        assert torch.equal(whole.memory_bank.ids, resumed.memory_bank.ids)
+
+
+def test_the_best_adapter_is_the_one_reloaded(tmp_path):
+    """The recall is told by hand: the second of four evaluations is the best."""
+    recalls = iter([0.2, 0.9, 0.5, 0.1])
+    run = trainer(
+        tmp_path,
+        peft_config=lora(),
+        train_logit_scale=True,
+        eval_dataset=Rows(4),
+        compute_metrics=lambda _: {"quality": next(recalls)},
+        max_steps=4,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="quality",
+    )
+    run.train()
+    assert run.state.best_model_checkpoint.endswith("checkpoint-2")
+    saved = load_file(tmp_path / "checkpoint-2" / "adapter_model.safetensors")
+    found = trained(run.model)
+    assert len(saved) == len(found)
+    for name, value in found.items():
+        assert torch.equal(saved[name.replace(".default", "")], value)
+
+
+@pytest.mark.parametrize(
+    ("metric", "greater"),
+    [(None, True), ("loss", False), ("eval_text_to_image/median_rank", False), ("image_to_text/mrr", True)],
+)
+def test_the_best_model_is_chosen_by_a_metric_in_its_own_direction(tmp_path, metric, greater):
+    run = trainer(
+        tmp_path,
+        eval_dataset=Rows(6),
+        max_steps=3,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model=metric,
+    )
+    run.train()
+    name = f"eval_{(metric or 'mean_recall@1').removeprefix('eval_')}"
+    values = [line[name] for line in run.state.log_history if name in line]
+    assert len(values) == 3
+    assert run.state.best_metric == (max(values) if greater else min(values))
+
+
+def test_the_first_of_several_sets_chooses_the_best_model(tmp_path):
+    run = trainer(
+        tmp_path,
+        eval_dataset={"a": Rows(4), "b": Rows(4, seed=1)},
+        eval_strategy="steps",
+        save_strategy="best",
+        eval_steps=1,
+    )
+    run.train()
+    assert run.args.metric_for_best_model == "a_mean_recall@1"
+    assert run.state.best_metric is not None
+
+
+def test_the_saved_adapter_is_whole(tmp_path):
+    base = save_tiny("clip", tmp_path / "base")
+    out = tmp_path / "out"
+    run = InfCLTrainer(
+        base,
+        config(out, train_logit_scale=True, logging_steps=1),
+        data_collator=stack,
+        train_dataset=Rows(8),
+        eval_dataset=Rows(4),
+        processing_class=AutoProcessor.from_pretrained(base),
+        peft_config=lora(),
+    )
+    run.train()
+    run.evaluate()
+    run.save_model()
+    for name in ("adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md", "curves.png"):
+        assert (out / name).is_file(), name
+    assert str(tmp_path) not in (out / "README.md").read_text() + (out / "adapter_config.json").read_text()
+    batch = {name: value for name, value in stack(Rows(3).rows).items() if name != "ids"}
+    wanted = run.model.eval()(**batch)
+    found, _ = load_dual_encoder(base, adapter=out)
+    assert torch.equal(found(**batch).image_embeds, wanted.image_embeds)
+    plain = PeftModel.from_pretrained(CLIPModel.from_pretrained(base), out)
+    assert torch.equal(plain.get_base_model().logit_scale, run.model.get_base_model().logit_scale)
+
+
+def test_the_saved_model_is_a_plain_transformers_model(tmp_path):
+    run = trainer(tmp_path)
+    run.processing_class = tiny_processor("clip")
+    run.train()
+    run.save_model(str(tmp_path / "final"))
+    plain = AutoModel.from_pretrained(tmp_path / "final")
+    assert type(plain) is CLIPModel
+    assert all(
+        torch.equal(value, dict(plain.named_parameters())[name]) for name, value in parameters(run.model).items()
+    )
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "trainer_state.json", "adapter_model.safetensors"])
+def test_a_checkpoint_without_a_file_is_refused_by_its_name(tmp_path, name):
+    resumable(tmp_path, CASES["lora"], max_steps=2).train()
+    (tmp_path / "checkpoint-2" / name).unlink()
+    with pytest.raises(ValueError, match=name):
+        resumable(tmp_path, CASES["lora"]).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_without_its_memory_bank_is_refused(tmp_path):
+    resumable(tmp_path, CASES["lora"], max_steps=2).train()
+    with pytest.raises(ValueError, match=r"memory_bank\.pt"):
+        resumable(tmp_path, CASES["lora"], memory_bank_size=4).train(resume_from_checkpoint=True)
+
+
+def test_a_bank_of_another_size_is_refused(tmp_path):
+    resumable(tmp_path, CASES["memory bank"], max_steps=2).train()
+    with pytest.raises(ValueError, match="memory_bank_size=5, this run 6"):
+        resumable(tmp_path, CASES["memory bank"], memory_bank_size=6).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("other", ["other rank", "other targets", "whole model", "other family"])
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, other):
+    adapters = {"other rank": {"r": 2}, "other targets": {"target_modules": ["k_proj"]}}
+    options = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    family = "siglip" if other == "other family" else "clip"
+    model = tiny_siglip() if family == "siglip" else tiny_clip()
+    adapter = None if other == "whole model" else lora(**adapters.get(other, {"target_modules": ["q_proj"]}))
+    trainer(tmp_path, model, train_dataset=Rows(4, family), peft_config=adapter, **options).train()
+    # The other family's adapter may have layers of the same names and shapes, hence all of them here.
+    mine = lora() if other == "other family" else lora(target_modules=["q_proj"])
+    with pytest.raises(ValueError, match=r"of another model|this run trains an adapter"):
+        trainer(tmp_path, peft_config=mine, **options).train(resume_from_checkpoint=True)
+
+
+def test_a_missing_checkpoint_is_named(tmp_path):
+    with pytest.raises(ValueError, match="no checkpoint in output_dir"):
+        trainer(tmp_path).train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match="is no folder"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "nowhere"))
+
+
+def test_a_checkpoint_that_was_only_saved_cannot_be_resumed(tmp_path):
+    trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1, save_only_model=True).train()
+    with pytest.raises(ValueError, match="save_only_model"):
+        trainer(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_checkpoints_hold_adapter_and_processor_alone(tmp_path):
+    run = trainer(tmp_path, peft_config=lora(), max_steps=1, save_strategy="steps", save_steps=1)
+    run.processing_class = tiny_processor("clip")
+    run.train()
+    names = {file.name for file in (tmp_path / "checkpoint-1").iterdir()}
+    assert "model.safetensors" not in names
+    assert {"adapter_model.safetensors", "tokenizer.json", "optimizer.pt"} <= names
+    state = json.loads((tmp_path / "checkpoint-1" / "trainer_state.json").read_text())
+    assert state["global_step"] == 1
+    shutil.rmtree(tmp_path / "checkpoint-1")
