@@ -37,6 +37,7 @@ from transformers import (
     Siglip2ImageProcessorPil,
     Siglip2Model,
     Siglip2Processor,
+    Siglip2Tokenizer,
     SiglipConfig,
     SiglipImageProcessorPil,
     SiglipModel,
@@ -56,39 +57,54 @@ white black small large big circle square triangle star left right above below n
 sleeping""".split()  # noqa: SIM905 - forty words on forty lines would hide them
 
 
-def _clip_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    entries = letters + [letter + "</w>" for letter in letters]
-    merges = []
+def _merges(end: str = "") -> list[tuple[str, str]]:
+    """Byte-pair merges that make each of the words one token."""
+    merges: dict[tuple[str, str], None] = {}
     for word in _WORDS:
-        pieces = [*word[:-1], word[-1] + "</w>"]
+        pieces = [*word[:-1], word[-1] + end]
         while len(pieces) > 1:
-            pair = (pieces[0], pieces[1])
-            if pair not in merges:
-                merges.append(pair)
-                entries.append("".join(pair))
-            pieces = ["".join(pair), *pieces[2:]]
-    return {entry: index for index, entry in enumerate([*entries, "<|startoftext|>", "<|endoftext|>"])}, merges
+            merges[pieces[0], pieces[1]] = None
+            pieces = [pieces[0] + pieces[1], *pieces[2:]]
+    return list(merges)
+
+
+def _numbered(entries: list[str]) -> dict[str, int]:
+    return {entry: index for index, entry in enumerate(dict.fromkeys(entries))}
 
 
 def clip_tokenizer() -> CLIPTokenizer:
     """CLIP's tokenizer over bytes and a few words; `model_max_length` is unset, as in some checkpoints."""
-    vocabulary, merges = _clip_vocabulary()
-    return CLIPTokenizer(vocab=vocabulary, merges=merges)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = _merges(end="</w>")
+    entries = [*letters, *(letter + "</w>" for letter in letters), *(first + second for first, second in merges)]
+    return CLIPTokenizer(vocab=_numbered([*entries, "<|startoftext|>", "<|endoftext|>"]), merges=merges)
+
+
+def siglip2_tokenizer() -> Siglip2Tokenizer:
+    """The kind NaFlex checkpoints have, with the options they are published with."""
+    merges = _merges()
+    entries = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *(chr(code) for code in range(33, 127))]
+    return Siglip2Tokenizer(
+        vocab=_numbered([*entries, *(first + second for first, second in merges)]),
+        merges=merges,
+        add_bos_token=False,
+        add_eos_token=True,
+        padding_side="right",
+        model_input_names=["input_ids"],
+    )
 
 
 def bert_tokenizer() -> BertTokenizer:
     letters = [chr(code) for code in range(33, 127)]
     entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *("##" + letter for letter in letters), *_WORDS]
-    return BertTokenizer(vocab={entry: index for index, entry in enumerate(dict.fromkeys(entries))})
+    return BertTokenizer(vocab=_numbered(entries))
 
 
 def end_of_text_tokenizer(*, attention_mask: bool) -> PreTrainedTokenizerFast:
     """Pieces of words, then an end of text, as in SigLIP (no attention mask) and MetaCLIP 2."""
     letters = [chr(code) for code in range(33, 127)]
     entries = ["<unk>", "<pad>", "</s>", *letters, *("##" + letter for letter in letters), *_WORDS]
-    vocabulary = {entry: index for index, entry in enumerate(dict.fromkeys(entries))}
-    tokenizer = Tokenizer(models.WordPiece(vocab=vocabulary, unk_token="<unk>"))
+    tokenizer = Tokenizer(models.WordPiece(vocab=_numbered(entries), unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
@@ -141,7 +157,8 @@ def tiny_siglip(seed: int = 0) -> SiglipModel:
 
 def tiny_siglip2(seed: int = 0) -> Siglip2Model:
     """NaFlex: images of any shape as at most four patches of 16 x 16."""
-    text = {**_end_of_text_tower(), "max_position_embeddings": 64, "projection_size": 32}
+    special = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0, "vocab_size": len(siglip2_tokenizer())}
+    text = {**_TOWER, **special, "max_position_embeddings": 64, "projection_size": 32}
     vision = {**_TOWER, "num_patches": 4, "patch_size": 16}
     torch.manual_seed(seed)
     return _start_sigmoid(Siglip2Model(Siglip2Config(text_config=text, vision_config=vision)))
@@ -219,7 +236,7 @@ def tiny_processor(family: str | nn.Module) -> Any:
         return ChineseCLIPProcessor(images, bert_tokenizer())
     if name == "siglip2":
         images = Siglip2ImageProcessorPil(patch_size=16, max_num_patches=4)
-        return Siglip2Processor(images, end_of_text_tokenizer(attention_mask=False))
+        return Siglip2Processor(images, siglip2_tokenizer())
     if name == "siglip":
         images = SiglipImageProcessorPil(size={"height": IMAGE_SIZE, "width": IMAGE_SIZE})
         return SiglipProcessor(images, end_of_text_tokenizer(attention_mask=False))

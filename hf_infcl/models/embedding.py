@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from hf_infcl.models.access import unwrap
-from hf_infcl.models.eos import correct_eos_token
 from hf_infcl.models.families import Family, family_of
 from hf_infcl.models.images import normalize_images, set_image_normalization
+from hf_infcl.models.tokens import correct_eos_token, lower_case_as_trained
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -36,8 +36,8 @@ def prepare_dual_encoder(model: Model, processor: Any = None) -> Model:
 
     Args:
         model: a dual encoder of a supported family, wrapped by PEFT or not. Preparing it again changes nothing.
-        processor: its processor, if at hand: then uint8 images are normalised on the device, and the end-of-text id
-            is checked against the tokenizer.
+        processor: its processor, if at hand: then uint8 images are normalised on the device, the end-of-text id is
+            checked against the tokenizer, and a tokenizer that should lower its letters does.
 
     Returns:
         The same object.
@@ -54,6 +54,7 @@ def prepare_dual_encoder(model: Model, processor: Any = None) -> Model:
     family_of(base)
     correct_eos_token(base, processor)
     if processor is not None:
+        lower_case_as_trained(processor)
         set_image_normalization(base, processor)
     if not getattr(base, "_infcl_prepared", False):  # accelerate may have wrapped our forward since
         base.forward = MethodType(_forward, base)

@@ -1,11 +1,15 @@
 """Padding and truncating text, and where a text's embedding is read."""
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_infcl.models import family_of, prepare_dual_encoder
+from hf_infcl.models.tokens import lower_case_as_trained
 from tests.tiny import MODELS, clip_tokenizer, tiny_clip, tiny_processor, tiny_siglip
 
 CAPTIONS = ["a dog", "a photo of two red birds"]
@@ -82,3 +86,31 @@ def test_an_old_clip_configuration_without_added_words_embeds_the_same() -> None
     old = prepare_dual_encoder(tiny_clip(eos_token_id=2))
     new = prepare_dual_encoder(tiny_clip())
     torch.testing.assert_close(old(**texts).text_embeds, new(**texts).text_embeds)
+
+
+def test_a_tokenizer_published_with_do_lower_case_lowers_its_letters(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "dog": 2, "Dog": 3}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", do_lower_case=True)
+    assert tokenizer("a Dog").input_ids == [1, 3]
+    with caplog.at_level(logging.WARNING):
+        lower_case_as_trained(tokenizer)
+    assert "do_lower_case" in caplog.text
+    assert tokenizer("a Dog").input_ids == [1, 2]
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again("a Dog").input_ids == [1, 2]
+    caplog.clear()
+    lower_case_as_trained(again)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("family", sorted(MODELS))
+def test_the_tiny_tokenizers_load_back_as_they_were(family: str, tmp_path: Path) -> None:
+    processor = tiny_processor(family)
+    processor.save_pretrained(tmp_path)
+    again = AutoProcessor.from_pretrained(tmp_path)
+    padding = family_of(MODELS[family]()).text_padding(MODELS[family](), processor)
+    assert dict(again.tokenizer(CAPTIONS, **padding)) == dict(processor.tokenizer(CAPTIONS, **padding))

@@ -1,8 +1,9 @@
-"""The end-of-text id of old CLIP checkpoints."""
+"""What published configurations and tokenizers say wrongly: CLIP's end-of-text id, SigLIP 2's letter case."""
 
 import logging
 from typing import Any
 
+from tokenizers import normalizers
 from torch import nn
 
 logger = logging.getLogger(__name__)
@@ -44,3 +45,23 @@ def correct_eos_token(model: nn.Module, processor: Any = None) -> None:
 
 def _words(tower: Any) -> int:
     return int(tower.get_input_embeddings().num_embeddings)
+
+
+def lower_case_as_trained(processor: Any) -> None:
+    """Makes a tokenizer published with `do_lower_case` lower its letters, with a notice, where its class does not.
+
+    The SigLIP 2 checkpoints of fixed resolution are trained on lower-case captions and say so, but come with Gemma's
+    tokenizer, which has no such option.
+
+    Args:
+        processor: the processor or the tokenizer; changed in place, and so saved.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not getattr(tokenizer, "init_kwargs", {}).get("do_lower_case", False):
+        return
+    if tokenizer("A", add_special_tokens=False)["input_ids"] == tokenizer("a", add_special_tokens=False)["input_ids"]:
+        return
+    logger.warning("%s does not lower its letters although do_lower_case says so: corrected", type(tokenizer).__name__)
+    lower = normalizers.Lowercase()
+    backend.normalizer = lower if backend.normalizer is None else normalizers.Sequence([lower, backend.normalizer])
