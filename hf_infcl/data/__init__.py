@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 _PUBLIC = {
     "ImageTextCollator": "collator",
     "ImageTextDataset": "dataset",
+    "ImageTextStream": "stream",
     "load_image_text_dataset": "loading",
     "sample_arrays": "sample",
     "sample_captions": "sample",
@@ -17,6 +18,7 @@ _PUBLIC = {
 __all__ = [
     "ImageTextCollator",
     "ImageTextDataset",
+    "ImageTextStream",
     "load_image_text_dataset",
     "sample_arrays",
     "sample_captions",
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from hf_infcl.data.loading import load_image_text_dataset
     from hf_infcl.data.sample import sample_arrays, sample_captions, sample_dataset
     from hf_infcl.data.sample_clip import sample_processor
+    from hf_infcl.data.stream import ImageTextStream
 
 
 def __getattr__(name: str) -> Any:

@@ -27,25 +27,22 @@ def caption_list(value: Any) -> list[str]:
     Raises:
         CaptionError: a value that is no caption, such as a dict.
     """
-    if is_list(value):
-        items = list(value) if isinstance(value, list | tuple) else value.tolist()
-        if any(isinstance(item, list | tuple) for item in items):
+    if not is_list(value):
+        text = _text(value)
+        return [text] if text and not text.isspace() else []
+    texts: list[str] = []
+    for item in value if isinstance(value, list | tuple) else value.tolist():
+        if isinstance(item, list | tuple):
             raise CaptionError("has lists inside its list of captions; expected strings")
-        return [text for item in items for text in caption_list(item)]
-    text = _text(value)
-    return [text] if text.strip() else []
+        text = _text(item)
+        if text and not text.isspace():
+            texts.append(text)
+    return texts
 
 
 def is_list(value: Any) -> bool:
     """Whether a cell holds a list of captions rather than one."""
     return isinstance(value, list | tuple) or bool(getattr(value, "ndim", 0))
-
-
-def choose(count: int, *, seed: int, epoch: int, row: int) -> int:
-    """Which of `count` captions a row shows in an epoch: a hash, so that workers, ranks and resumed runs agree."""
-    if count == 1:
-        return 0
-    return stable_hash(f"{seed}/{epoch}/{row}") % count
 
 
 def stable_hash(content: str | bytes) -> int:
@@ -55,10 +52,10 @@ def stable_hash(content: str | bytes) -> int:
 
 
 def _text(value: Any) -> str:
-    if value is None:
-        return ""
     if isinstance(value, str):
         return value
+    if value is None:
+        return ""
     if isinstance(value, bytes):
         try:
             return value.decode("utf-8")

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import get_worker_info
 
 from hf_infcl.data.captions import SEVERAL, CaptionError, caption_list, is_list
+from hf_infcl.data.counts import WorkerCounts
 from hf_infcl.data.images import UnreadableImageError, read_image
 
 logger = logging.getLogger(__name__)
@@ -69,8 +69,7 @@ class ImageTextCollator:
         self.image_kwargs = dict(image_kwargs or {})
         self.image_column, self.caption_column = image_column, caption_column
         self.keeps_bytes = keep_bytes and self._gives_bytes()
-        # (captions seen, captions cut) a worker, in shared memory so that the main process can add them up.
-        self._counts = torch.zeros((64, 2), dtype=torch.int64).share_memory_()
+        self._counts = WorkerCounts("seen", "cut")
 
     def __call__(self, pairs: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         if not pairs:
@@ -98,8 +97,7 @@ class ImageTextCollator:
     @property
     def truncated(self) -> tuple[int, int]:
         """(captions cut at the length limit, captions seen), over all worker processes."""
-        seen, cut = self._counts.sum(dim=0).tolist()
-        return cut, seen
+        return self._counts["cut"], self._counts["seen"]
 
     def _image(self, place: int, pair: Mapping[str, Any]) -> Any:
         try:
@@ -159,16 +157,14 @@ class ImageTextCollator:
             limit = self.text_kwargs.get("max_length") or self.tokenizer.model_max_length
             lengths = map(len, self.tokenizer(list(texts), truncation=False)["input_ids"])
             cut = sum(length > limit for length in lengths)
-        worker = get_worker_info()
-        mine = self._counts[0 if worker is None else 1 + worker.id % 63]
-        if cut and not self._counts[:, 1].any():
+        if cut and not self._counts["cut"]:
             logger.warning(
                 "captions longer than %s tokens are cut: %d of %d in the first batch that has any",
                 self.text_kwargs.get("max_length"),
                 cut,
                 len(texts),
             )
-        mine += torch.tensor([len(texts), cut])
+        self._counts.add(seen=len(texts), cut=cut)
 
 
 def _missing(what: str, column: str, pair: Mapping[str, Any]) -> str:

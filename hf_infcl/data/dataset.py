@@ -6,31 +6,21 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import numpy as np
-import torch
-from PIL import Image
 from torch.utils.data import Dataset
+from tqdm.auto import tqdm
 
-from hf_infcl.data.captions import SEVERAL, CaptionError, caption_list, choose, is_list, stable_hash
+from hf_infcl.data.captions import CaptionError, stable_hash
 from hf_infcl.data.columns import find_columns
-from hf_infcl.data.images import UnreadableImageError, read_image, resolve_path
+from hf_infcl.data.images import UnreadableImageError, read_image
+from hf_infcl.data.pairs import CaptionChoice, Pair, PairReader, check_choices, undecoded
 
 logger = logging.getLogger(__name__)
 
-CaptionChoice = Literal["single", "draw", "expand"]
-
 _ROWS_AT_ONCE = 1000  # of a column read to be checked: bounds memory, and hides the cost of a call
 _NAMED = 3  # how many rows or files a message names
-
-
-class Pair(TypedDict):
-    """One row as it goes to the collator."""
-
-    image: Image.Image
-    caption: str
-    ids: tuple[int, int]
 
 
 class ImageTextDataset(Dataset):
@@ -82,20 +72,24 @@ class ImageTextDataset(Dataset):
         image_root: str | os.PathLike[str] | None = None,
         seed: int = 0,
     ) -> None:
-        _check_choice("captions", captions, ("single", "draw", "expand"))
-        _check_choice("empty_captions", empty_captions, ("raise", "drop"))
-        _check_choice("on_bad_image", on_bad_image, ("raise", "skip"))
+        check_choices(captions, empty_captions, on_bad_image)
+        if not hasattr(dataset, "__len__"):
+            raise ValueError(f"a {type(dataset).__name__} has no rows by number; ImageTextStream reads streams")
         if len(dataset) == 0:
             raise ValueError("the dataset has no rows")
         self.image_column, self.caption_column = find_columns(
             dataset, image_column, caption_column, extra=(image_id_column,)
         )
-        self.captions, self.seed = captions, seed
-        self.image_id_column, self.image_root = image_id_column, image_root
+        self._read = PairReader(
+            self.image_column,
+            self.caption_column,
+            captions=captions,
+            image_id_column=image_id_column,
+            image_root=image_root,
+            seed=seed,
+        )
         self.skipped: list[tuple[int, str]] = []
-        self._table, self._cheap = _undecoded(dataset, self.image_column)
-        # Shared memory: persistent workers see the epoch too, which a plain attribute copied at their start would not.
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+        self._table, self._cheap = undecoded(dataset, self.image_column)
         counts = self._caption_counts(empty_captions)
         if on_bad_image == "skip":
             counts[self._unreadable_rows(np.flatnonzero(counts))] = 0
@@ -126,7 +120,7 @@ class ImageTextDataset(Dataset):
 
     def set_epoch(self, epoch: int) -> None:
         """Which epoch `captions="draw"` draws for; reaches running worker processes."""
-        self._epoch.fill_(epoch)
+        self._read.set_epoch(epoch)
 
     def ids(self, index: int) -> tuple[int, int]:
         """The ids of a row in the current epoch, without decoding its picture."""
@@ -144,62 +138,28 @@ class ImageTextDataset(Dataset):
     def _pair(self, index: int, row: int, cell: dict[str, Any]) -> Pair:
         caption = self._caption(index, row, cell)
         return {
-            "image": self._image(row, cell[self.image_column]),
+            "image": self._read.image(cell[self.image_column], f"row {row}"),
             "caption": caption,
             "ids": (self._image_id(row, cell), stable_hash(caption)),
         }
 
-    def _image(self, row: int, value: Any) -> Image.Image:
-        try:
-            return read_image(value, root=self.image_root)
-        except UnreadableImageError as error:
-            raise UnreadableImageError(
-                f'row {row} has an unreadable image: {error}. Set on_bad_image="skip" to leave such rows out'
-            ) from error
-
     def _caption(self, index: int, row: int, cell: dict[str, Any]) -> str:
-        texts = self._texts(row, cell[self.caption_column])
+        texts = self._read.texts(cell[self.caption_column], f"row {row}")
         if not texts:
             raise CaptionError(f"row {row}, column {self.caption_column!r} has no caption")
-        if self._numbers is not None:
-            return texts[self._numbers[index]]
-        return texts[choose(len(texts), seed=self.seed, epoch=int(self._epoch), row=row)]
-
-    def _texts(self, row: int, value: Any) -> list[str]:
-        try:
-            if self.captions == "single" and is_list(value):
-                raise CaptionError(SEVERAL)
-            return caption_list(value)
-        except CaptionError as error:
-            raise CaptionError(f"row {row}, column {self.caption_column!r} {error}") from error
+        return texts[self._read.drawn(len(texts), row) if self._numbers is None else self._numbers[index]]
 
     def _image_id(self, row: int, cell: dict[str, Any]) -> int:
-        if self.image_id_column is not None:
-            value = cell[self.image_id_column]
-            if isinstance(value, str | bytes):
-                return stable_hash(value)
-            try:
-                return int(value)
-            except (TypeError, ValueError) as error:
-                raise ValueError(
-                    f"row {row}, column {self.image_id_column!r}: {value!r} is no integer or string"
-                ) from error
-        value = cell[self.image_column]
-        if isinstance(value, dict):
-            value = value["path"] if value.get("bytes") is None else value["bytes"]
-        if isinstance(value, bytes):
-            return stable_hash(value)
-        if isinstance(value, str | os.PathLike):
-            return stable_hash(os.path.abspath(resolve_path(value, self.image_root)))
-        return row
+        known = self._read.image_id(cell, f"row {row}")
+        return row if known is None else known
 
     def _caption_counts(self, empty_captions: str) -> np.ndarray:
         """How many captions each row of the table has; the rows without one are refused or noted as skipped."""
-        if not self._cheap and self.captions != "expand" and empty_captions == "raise":
+        if not self._cheap and self._read.captions != "expand" and empty_captions == "raise":
             return np.ones(len(self._table), np.int64)  # looked at when read: now, every picture would be decoded
         counts = np.zeros(len(self._table), np.int64)
         for row, value in self._column(self.caption_column):
-            counts[row] = len(self._texts(row, value))
+            counts[row] = len(self._read.texts(value, f"row {row}"))
         empty = np.flatnonzero(counts == 0)
         if empty.size and empty_captions == "raise":
             rows = ", ".join(map(str, empty[:_NAMED].tolist())) + (", ..." if empty.size > _NAMED else "")
@@ -213,7 +173,7 @@ class ImageTextDataset(Dataset):
     def _unreadable_rows(self, rows: np.ndarray) -> list[int]:
         def reason(item: tuple[int, Any]) -> tuple[int, str] | None:
             try:
-                read_image(item[1], root=self.image_root)
+                read_image(item[1], root=self._read.image_root)
             except UnreadableImageError as error:
                 return item[0], str(error)
             return None
@@ -221,7 +181,10 @@ class ImageTextDataset(Dataset):
         wanted = set(rows.tolist())
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow decodes outside the interpreter's lock
             found: list[tuple[int, str]] = []
-            for start in range(0, len(self._table), 64):
+            blocks = range(0, len(self._table), 64)
+            for start in tqdm(
+                blocks, "reading every picture once", disable=len(blocks) < 20, unit_scale=64, unit="row"
+            ):
                 block = [
                     item
                     for item in self._column(self.image_column, start, min(start + 64, len(self._table)))
@@ -244,26 +207,3 @@ def _rows_of(table: Any, rows: Sequence[int]) -> list[dict[str, Any]]:
     if hasattr(table, "__getitems__"):
         return table.__getitems__(list(rows))
     return [table[row] for row in rows]
-
-
-def _undecoded(dataset: Any, image_column: str) -> tuple[Any, bool]:
-    """The same table with stored bytes and paths in place of decoded pictures, so that this package decodes them.
-
-    Also returns whether a row can be looked at without decoding its picture.
-    """
-    features = getattr(dataset, "features", None)
-    if features is None:
-        return dataset, isinstance(dataset, list | tuple)
-    if dataset.format["type"] == "custom":  # a user's own transform makes the pictures
-        return dataset, False
-    from datasets import Image as ImageFeature
-
-    dataset = dataset.with_format(None)
-    if isinstance(features[image_column], ImageFeature) and features[image_column].decode:
-        dataset = dataset.cast_column(image_column, ImageFeature(decode=False))
-    return dataset, True
-
-
-def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name}={value!r}; expected one of {', '.join(map(repr, known))}")

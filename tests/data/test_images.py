@@ -1,12 +1,13 @@
 """One policy for pictures: what Pillow composes by hand is the oracle, over every route a picture may come by."""
 
 import io
+import tarfile
 
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from hf_infcl.data import ImageTextCollator, ImageTextDataset
+from hf_infcl.data import ImageTextCollator, ImageTextDataset, load_image_text_dataset
 from hf_infcl.data.images import UnreadableImageError, read_image
 from tests.tiny import tiny_processor
 
@@ -68,7 +69,16 @@ def by_parquet_binary(data, folder):
     return Dataset.from_parquet(str(folder / "t.parquet"), cache_dir=str(folder / "cache"))
 
 
-ROUTES = [by_path, by_bytes, by_pil, by_datasets, by_parquet_binary]
+def by_tar(data, folder):
+    with tarfile.open(folder / "t.tar", "w") as tar:
+        for name, content in (("000.PNG", data), ("000.TXT", b"a")):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return load_image_text_dataset(folder / "t.tar")
+
+
+ROUTES = [by_path, by_bytes, by_pil, by_datasets, by_parquet_binary, by_tar]
 
 
 @pytest.mark.parametrize("route", ROUTES)
