@@ -46,6 +46,11 @@ class InfCLConfig(TrainingArguments):
         captions (`str`, defaults to `"single"`):
             What becomes of several captions of an image: `draw` one per epoch by the seed, `expand` them to rows, or
             `single` to refuse them. Evaluation expands them in either case.
+        empty_captions (`str`, defaults to `"raise"`):
+            What a row without a caption means: `raise`, or `drop` to leave such rows out, counted.
+        on_bad_image (`str`, defaults to `"raise"`):
+            What an unreadable or missing picture means: `raise`, or `skip` to read every picture once beforehand and
+            leave the pairs with bad ones out, counted.
         batch_sampler (`str`, defaults to `"batch_sampler"`):
             How contrastive batches are drawn: `batch_sampler` in the sampler's order, `no_duplicates` so that no two
             rows of one batch share an id (image or caption).
@@ -154,6 +159,21 @@ class InfCLConfig(TrainingArguments):
             "help": "What becomes of several captions of an image: `draw` one per epoch by the seed, `expand` them to "
             "rows, or `single` to refuse them. Evaluation expands them in either case.",
             "choices": ["single", "draw", "expand"],
+        },
+    )
+    empty_captions: Literal["raise", "drop"] = field(
+        default="raise",
+        metadata={
+            "help": "What a row without a caption means: `raise`, or `drop` to leave such rows out, counted.",
+            "choices": ["raise", "drop"],
+        },
+    )
+    on_bad_image: Literal["raise", "skip"] = field(
+        default="raise",
+        metadata={
+            "help": "What an unreadable or missing picture means: `raise`, or `skip` to read every picture once "
+            "beforehand and leave the pairs with bad ones out, counted.",
+            "choices": ["raise", "skip"],
         },
     )
     batch_sampler: str = field(

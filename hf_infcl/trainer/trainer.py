@@ -21,7 +21,7 @@ from transformers.trainer_utils import (
     has_length,
 )
 
-from hf_infcl.data import ImageTextCollator, ImageTextDataset
+from hf_infcl.data import ImageTextCollator, ImageTextDataset, ImageTextStream
 from hf_infcl.evaluation import dataset_retrieval_metrics
 from hf_infcl.hub import find_peft_model, save_adapter, write_run
 from hf_infcl.losses import MemoryBank
@@ -222,12 +222,20 @@ class InfCLTrainer(Trainer):
 
         if isinstance(dataset, dict):
             return {name: self._as_pairs(one, args, evaluated=evaluated) for name, one in dataset.items()}
-        if not isinstance(dataset, datasets.Dataset):
+        if not isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
             return dataset
         # A set that is evaluated has to be the same every time, and the usual recalls count every caption.
         captions = "expand" if evaluated and args.captions == "draw" else args.captions
         seed = args.seed if args.data_seed is None else args.data_seed
-        return ImageTextDataset(dataset, args.image_column, args.caption_column, captions=captions, seed=seed)
+        return (ImageTextDataset if isinstance(dataset, datasets.Dataset) else ImageTextStream)(
+            dataset,
+            args.image_column,
+            args.caption_column,
+            captions=captions,
+            empty_captions=args.empty_captions,
+            on_bad_image=args.on_bad_image,
+            seed=seed,
+        )
 
     def _loader_options(self) -> dict[str, Any]:
         return {
