@@ -90,6 +90,21 @@ def test_files_and_targets_named_in_commands_exist(page: Path) -> None:
             assert (_REPOSITORY / path).exists(), path
 
 
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_options_in_commands_exist(page: Path) -> None:
+    from hf_infcl.cli.arguments import ModelArguments, ScriptArguments
+    from hf_infcl.cli.evaluate import EvaluateArguments
+
+    train = (ScriptArguments, ModelArguments, hf_infcl.InfCLConfig)
+    commands = {"hf-infcl train": train, "finetune_clip.py": train, "hf-infcl evaluate": (EvaluateArguments,)}
+    for _, text in _blocks(page, "bash"):
+        for line in text.replace("\\\n", " ").splitlines():
+            for command, kinds in commands.items():
+                if command in line:
+                    known = {field.name for kind in kinds for field in dataclasses.fields(kind)} | {"config", "help"}
+                    assert set(re.findall(r" --(\w+)", line.split(command, 1)[1])) <= known, line
+
+
 def test_readme_lists_every_public_name() -> None:
     readme = (_REPOSITORY / "README.md").read_text(encoding="utf-8")
     table = "\n".join(line for line in readme.splitlines() if line.startswith("|"))
