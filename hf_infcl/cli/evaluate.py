@@ -25,8 +25,7 @@ class EvaluateArguments:
         caption_column (`str`, *optional*): column of the captions; several captions an image all count.
         image_root (`str`, *optional*): folder that relative image paths start from.
         max_eval_samples (`int`, *optional*): measure on the first so many rows.
-        per_device_eval_batch_size (`int`, defaults to 64): images and captions embedded at once. The metrics do not depend
-            on it.
+        per_device_eval_batch_size (`int`, defaults to 64): pairs embedded at once; changes no metric.
         dataloader_num_workers (`int`, defaults to 0): processes that read and prepare images.
         ks (`list[int]`, defaults to 1 5 10): the k of recall@k.
         output_file (`str`, *optional*): JSON file to write the metrics to.

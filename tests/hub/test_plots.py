@@ -1,0 +1,38 @@
+"""The picture of a run's curves."""
+
+import matplotlib
+import numpy as np
+import pytest
+from PIL import Image
+
+from hf_infcl.hub import plot_history
+
+HISTORY = [
+    {"step": 0, "eval_loss": 4.0, "eval_image_to_text/recall@1": 0.1, "eval_text_to_image/recall@1": 0.1},
+    {"step": 1, "loss": 3.0},
+    {"step": 2, "loss": 2.0, "grad_norm": 1.0},
+    {"step": 2, "eval_loss": 2.5, "eval_image_to_text/recall@1": 0.4, "eval_text_to_image/recall@1": 0.3},
+    {"step": 2, "train_runtime": 1.0, "train_loss": 2.5},
+]
+
+
+def colours(path):
+    pixels = np.asarray(Image.open(path).convert("RGB")).reshape(-1, 3)
+    return {tuple(colour) for colour in np.unique(pixels, axis=0).tolist()}
+
+
+def test_loss_and_recall_are_drawn(tmp_path):
+    path = plot_history(HISTORY, tmp_path / "run", title="A run")
+    assert path == tmp_path / "run" / "curves.png"
+    assert {(0x00, 0x72, 0xB2), (0xE6, 0x9F, 0x00), (0xD5, 0x5E, 0x00)} <= colours(path)
+
+
+@pytest.mark.parametrize("history", [[], [{"step": 1, "loss": 2.0}], [{"step": 3, "eval_loss": 2.0}]])
+def test_short_histories_are_drawn_too(tmp_path, history):
+    assert plot_history(history, tmp_path / "few.png").stat().st_size > 1000
+
+
+def test_the_callers_figures_and_backend_are_left_alone(tmp_path):
+    backend = matplotlib.rcParams["backend"]
+    plot_history(HISTORY, tmp_path)
+    assert matplotlib.rcParams["backend"] == backend
