@@ -142,7 +142,8 @@ def _upright(image: Image.Image, name: str) -> Image.Image:
 def _grey_of_integers(image: Image.Image) -> Image.Image:
     """16-bit greys: Pillow's own conversion would turn everything above 255 white."""
     values = np.asarray(image).astype(np.int64)
-    if values.size and values.max() > 255:
+    # Mode I, 32 bits, is what Pillow makes of several depths: only there do the values tell which it was.
+    if image.mode != "I" or (values.size and values.max() > 255):
         values = values >> 8
     return Image.fromarray(np.clip(values, 0, 255).astype(np.uint8)).convert("RGB")
 

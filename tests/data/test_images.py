@@ -144,6 +144,8 @@ def test_a_broken_tag_costs_the_orientation_only(monkeypatch, caplog):
 def test_sixteen_bit_greys_keep_their_upper_byte():
     data = encoded(Image.fromarray(np.full((4, 4), 0x80FF, np.uint16)))
     assert read_image(data).getpixel((1, 1)) == (0x80,) * 3
+    dark = encoded(Image.fromarray(np.full((4, 4), 0x00FF, np.uint16)))
+    assert read_image(dark).getpixel((1, 1)) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 3), (3, 100, 3), (1, 1000, 3), (1000, 1, 3), (3, 3, 3)])
