@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from hf_infcl.ops import accumulator_dtype
+from hf_infcl.ring.layout import Layout
 from hf_infcl.ring.sigmoid import sigmoid_backward, sigmoid_forward
 from hf_infcl.ring.softmax import softmax_backward, softmax_forward
 from hf_infcl.ring.spec import Spec
@@ -13,6 +14,10 @@ from hf_infcl.ring.traversal import Banks
 def _spec(duplicates: str, label_smoothing: float, direction: str, block_size: int | None, engine: str) -> Spec:
     backend, precision = engine.split("/")
     return Spec(duplicates, label_smoothing, direction, block_size, False, backend, precision)
+
+
+def _layout(images: Tensor, bank_images: Tensor | None = None) -> Layout:
+    return Layout.alone(len(images), 0 if bank_images is None else len(bank_images))
 
 
 @torch.library.custom_op("hf_infcl::softmax_forward", mutates_args=())
@@ -32,7 +37,8 @@ def _softmax_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     spec = _spec(duplicates, label_smoothing, direction, block_size, engine)
     with torch.autocast(images.device.type, enabled=False):
-        return softmax_forward(images, texts, scale, ids, (bank_images, bank_texts, bank_ids), spec)
+        banks = bank_images, bank_texts, bank_ids
+        return softmax_forward(images, texts, scale, ids, banks, spec, _layout(images, bank_images))
 
 
 @_softmax_forward.register_fake
@@ -69,7 +75,17 @@ def _softmax_backward(
     banks = bank_images, bank_texts, bank_ids
     with torch.autocast(images.device.type, enabled=False):
         gradients = softmax_backward(
-            grad, images, texts, scale, ids, banks, rows, cols, spec, (needs[0], needs[1], needs[2])
+            grad,
+            images,
+            texts,
+            scale,
+            ids,
+            banks,
+            rows,
+            cols,
+            spec,
+            _layout(images, bank_images),
+            (needs[0], needs[1], needs[2]),
         )
     return [gradient for gradient in gradients if gradient is not None]
 
@@ -128,7 +144,8 @@ def _sigmoid_forward(
     engine: str,
 ) -> Tensor:
     with torch.autocast(images.device.type, enabled=False):
-        return sigmoid_forward(images, texts, scale, bias, ids, _spec("mask", 0.0, "both", block_size, engine))
+        spec = _spec("mask", 0.0, "both", block_size, engine)
+        return sigmoid_forward(images, texts, scale, bias, ids, spec, _layout(images))
 
 
 @_sigmoid_forward.register_fake
@@ -151,7 +168,7 @@ def _sigmoid_backward(
     spec = _spec("mask", 0.0, "both", block_size, engine)
     with torch.autocast(images.device.type, enabled=False):
         gradients = sigmoid_backward(
-            grad, images, texts, scale, bias, ids, spec, (needs[0], needs[1], needs[2], needs[3])
+            grad, images, texts, scale, bias, ids, spec, _layout(images), (needs[0], needs[1], needs[2], needs[3])
         )
     return [gradient for gradient in gradients if gradient is not None]
 

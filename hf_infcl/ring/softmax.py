@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 
 from hf_infcl.ops import Engine, Statistics, Weights, block_statistics
-from hf_infcl.ring.shards import Block, blocks
-from hf_infcl.ring.spec import Spec
+from hf_infcl.ring.layout import Layout
+from hf_infcl.ring.rounds import Yield, around
+from hf_infcl.ring.shards import Block, Shard, blocks
+from hf_infcl.ring.spec import Spec, agreement
 from hf_infcl.ring.traversal import Banks, gradient_traversal, shards
+from hf_infcl.ring.world import World
 
 Needs = tuple[bool, bool, bool]  # gradient of images, texts, scale
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -27,26 +30,37 @@ def _wanted(block: Block, rows: Statistics | None, cols: Statistics | None) -> t
 
 
 def softmax_forward(
-    images: Tensor, texts: Tensor, scale: Tensor, ids: Tensor | None, banks: Banks, spec: Spec
+    images: Tensor, texts: Tensor, scale: Tensor, ids: Tensor | None, banks: Banks, spec: Spec, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, and the statistics of rows and of columns (empty where a direction is not wanted)."""
     engine = Engine.of(images, spec.backend, spec.precision, spec.block_size)
-    mine, travelling = shards(images, texts, ids, banks)
+    mine, travelling = shards(layout, images, texts, ids, banks)
     s = scale.detach().reshape(()).to(engine.accumulator)
-    row_stats, col_stats = (
-        Statistics.empty(len(images), spec.rule, device=engine.device, dtype=engine.accumulator) if wanted else None
-        for wanted in (spec.for_rows, spec.for_cols)
-    )
-    for block in blocks(mine, travelling):
-        rows, cols = _wanted(block, row_stats, col_stats)
-        if rows is not None or cols is not None:
-            block_statistics(engine, block.rows, block.cols, s, spec.rule, rows, cols)
+
+    def empty(n: int) -> Statistics:
+        return Statistics.empty(n, spec.rule, device=engine.device, dtype=engine.accumulator)
+
+    row_stats = empty(len(images)) if spec.for_rows else None
+
+    def visit(visitors: Shard, _: tuple[Tensor, ...]) -> Yield:
+        col_stats = empty(len(visitors.batch)) if spec.for_cols else None
+        for block in blocks(mine, visitors):
+            rows, cols = _wanted(block, row_stats, col_stats)
+            if rows is not None or cols is not None:
+                block_statistics(engine, block.rows, block.cols, s, spec.rule, rows, cols)
+        return () if col_stats is None else (col_stats.data.T,)
+
+    def merge(into: Yield, other: Yield) -> None:
+        Statistics(into[0].T).merge_(Statistics(other[0].T), s)
+
+    made = around(layout, travelling, (), visit, merge)
+    col_stats = Statistics(made[0].T) if made else None
     total = torch.zeros((), device=engine.device, dtype=engine.accumulator)
     for stats in (row_stats, col_stats):
         if stats is not None:
             total += stats.losses(s, spec.rule).sum()
     row_data, col_data = (s.new_empty(0) if stats is None else stats.data for stats in (row_stats, col_stats))
-    return total / (spec.directions * len(images)), row_data, col_data
+    return layout.world.sum_(total) / (spec.directions * layout.rows), row_data, col_data
 
 
 def softmax_backward(
@@ -59,18 +73,21 @@ def softmax_backward(
     row_data: Tensor,
     col_data: Tensor,
     spec: Spec,
+    layout: Layout,
     needs: Needs,
 ) -> Gradients:
-    """Gradients of the image embeddings, the text embeddings and the scale, None where not needed."""
-    engine = Engine.of(images, spec.backend, spec.precision, spec.block_size)
-    mine, travelling = shards(images, texts, ids, banks)
-    s = scale.detach().reshape(()).to(engine.accumulator)
-    share = grad.to(engine.accumulator) / (spec.directions * len(images) * engine.gain)
-    all_rows = Statistics(row_data) if spec.for_rows else None
-    all_cols = Statistics(col_data) if spec.for_cols else None
+    """Gradients of the image embeddings, the text embeddings and the scale, None where not needed.
 
-    def weights_of(block: Block) -> Weights | None:
-        rows, cols = _wanted(block, all_rows, all_cols)
+    At the embeddings it is the mean's times the number of processes, which DDP's averaging takes back.
+    """
+    engine = Engine.of(images, spec.backend, spec.precision, spec.block_size)
+    mine, travelling = shards(layout, images, texts, ids, banks)
+    s = scale.detach().reshape(()).to(engine.accumulator)
+    share = grad.to(engine.accumulator) / (spec.directions * layout.rows * engine.gain)
+    all_rows = Statistics(row_data) if spec.for_rows else None
+
+    def weights_of(block: Block, col_data: tuple[Tensor, ...]) -> Weights | None:
+        rows, cols = _wanted(block, all_rows, Statistics(col_data[0].T) if col_data else None)
         if rows is None and cols is None:
             return None
 
@@ -88,8 +105,12 @@ def softmax_backward(
 
         return weights
 
-    d_images, d_texts, sum_gu = gradient_traversal(engine, mine, travelling, weights_of, s * share, needs)
-    return d_images, d_texts, (share * sum_gu).to(scale.dtype).reshape(scale.shape) if needs[2] else None
+    factor = s * share * layout.world.size
+    extra = (col_data.T,) if spec.for_cols else ()
+    d_images, d_texts, sum_gu = gradient_traversal(engine, layout, mine, travelling, extra, weights_of, factor, needs)
+    if not needs[2]:
+        return d_images, d_texts, None
+    return d_images, d_texts, (share * layout.world.sum_(sum_gu)).to(scale.dtype).reshape(scale.shape)
 
 
 class _SoftmaxLoss(torch.autograd.Function):
@@ -104,11 +125,13 @@ class _SoftmaxLoss(torch.autograd.Function):
         bank_texts: Tensor | None,
         bank_ids: Tensor | None,
         spec: Spec,
+        layout: Layout,
     ) -> Tensor:
+        banks = bank_images, bank_texts, bank_ids
         with torch.autocast(images.device.type, enabled=False):
-            loss, rows, cols = softmax_forward(images, texts, scale, ids, (bank_images, bank_texts, bank_ids), spec)
+            loss, rows, cols = softmax_forward(images, texts, scale, ids, banks, spec, layout)
         ctx.save_for_backward(images, texts, scale, ids, bank_images, bank_texts, bank_ids, rows, cols)
-        ctx.spec = spec
+        ctx.spec, ctx.layout = spec, layout
         return loss
 
     @staticmethod
@@ -118,15 +141,23 @@ class _SoftmaxLoss(torch.autograd.Function):
         banks = bank_images, bank_texts, bank_ids
         with torch.autocast(images.device.type, enabled=False):
             gradients = softmax_backward(
-                grad, images, texts, scale, ids, banks, rows, cols, ctx.spec, ctx.needs_input_grad[:3]
+                grad, images, texts, scale, ids, banks, rows, cols, ctx.spec, ctx.layout, ctx.needs_input_grad[:3]
             )
-        return *gradients, None, None, None, None, None
+        return *gradients, *[None] * 6
 
 
 def softmax_loss(images: Tensor, texts: Tensor, scale: Tensor, ids: Tensor | None, banks: Banks, spec: Spec) -> Tensor:
     """The InfoNCE loss of the global batch, differentiable in both embeddings and the scale."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and World.of(spec.group).is_alone:
         from hf_infcl.ring.compiled import compiled_softmax_loss
 
         return compiled_softmax_loss(images, texts, scale, ids, banks, spec)
-    return _SoftmaxLoss.apply(images, texts, scale, ids, *banks, spec)
+    return _softmax_loss(images, texts, scale, ids, banks, spec)
+
+
+@torch.compiler.disable  # messages between processes are no part of a graph
+def _softmax_loss(images: Tensor, texts: Tensor, scale: Tensor, ids: Tensor | None, banks: Banks, spec: Spec) -> Tensor:
+    options = agreement("contrastive_loss", spec, images, ids, images=images, texts=texts, logit_scale=scale)
+    bank_rows = 0 if banks[0] is None else len(banks[0])
+    layout = Layout.of(spec.group, len(images), bank_rows, images.device, options)
+    return _SoftmaxLoss.apply(images, texts, scale, ids, *banks, spec, layout)

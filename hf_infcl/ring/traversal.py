@@ -1,38 +1,47 @@
 """The backward traversal that every objective shares: its weights G in, both sides' gradients out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from hf_infcl.ops import Engine, Side, Weights, block_gradient
+from hf_infcl.ring.layout import Layout
+from hf_infcl.ring.rounds import Yield, around
 from hf_infcl.ring.shards import Block, Shard, blocks
 
 Banks = tuple[Tensor | None, Tensor | None, Tensor | None]  # images, texts, ids
 
 
-def shards(images: Tensor, texts: Tensor, ids: Tensor | None, banks: Banks = (None, None, None)) -> tuple[Shard, Shard]:
-    """The two modalities' shards of a process alone; the bank's global rows come after the batch's."""
+def shards(
+    layout: Layout, images: Tensor, texts: Tensor, ids: Tensor | None, banks: Banks = (None, None, None)
+) -> tuple[Shard, Shard]:
+    """This process's shards of the two modalities."""
     bank_images, bank_texts, bank_ids = banks
-    n = len(images)
+    rank = layout.world.rank
+    offset, bank_offset = layout.offset(rank), layout.bank_offset(rank)
     return (
-        Shard(Side(images, 0, ids), None if bank_images is None else Side(bank_images, n, bank_ids)),
-        Shard(Side(texts, 0, ids), None if bank_texts is None else Side(bank_texts, n, bank_ids)),
+        Shard(Side(images, offset, ids), None if bank_images is None else Side(bank_images, bank_offset, bank_ids)),
+        Shard(Side(texts, offset, ids), None if bank_texts is None else Side(bank_texts, bank_offset, bank_ids)),
     )
 
 
 def gradient_traversal(
     engine: Engine,
+    layout: Layout,
     images: Shard,
     texts: Shard,
-    weights_of: Callable[[Block], Weights | None],
+    extra: Sequence[Tensor],
+    weights_of: Callable[[Block, tuple[Tensor, ...]], Weights | None],
     factor: Tensor,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Gradients of the batch's embeddings, and sum G u.
+    """Gradients of this process's embeddings, and the sum of G u over its images' rows.
 
     Args:
-        weights_of: makes a block's chunks of G; None where the block has no gradient.
+        extra: what the weights need of the texts' rows besides their embeddings; travels with them.
+        weights_of: makes a block's chunks of G, given the extra tensors of its columns; None where the block has no
+            gradient.
         factor: scalar, what all of G is multiplied by.
         needs: whether the gradient of the images, of the texts and the sum of G u are wanted.
 
@@ -41,18 +50,32 @@ def gradient_traversal(
     """
     x, y = images.batch.embeds, texts.batch.embeds
     # Rows that meet more than one block of columns need an accumulator; else each is rounded once, on its way out.
-    row_dtype = x.dtype if texts.bank is None else engine.accumulator
-    d_images = torch.zeros(x.shape, device=x.device, dtype=row_dtype) if needs[0] else None
-    d_texts = torch.zeros(y.shape, device=y.device, dtype=engine.accumulator) if needs[1] else None
+    meets_one_block = sum(layout.bank_sizes) == 0 and (layout.world.is_alone or layout.gathers)
+    d_images = None
+    if needs[0]:
+        d_images = torch.zeros(x.shape, device=x.device, dtype=x.dtype if meets_one_block else engine.accumulator)
     sum_gu = torch.zeros((), device=engine.device, dtype=engine.accumulator)
-    for block in blocks(images, texts):
-        weights = weights_of(block)
-        if weights is not None:
-            d_rows = d_images if block.rows is images.batch else None
-            d_cols = d_texts if block.cols is texts.batch else None
-            sum_gu += block_gradient(engine, block.rows, block.cols, weights, factor, d_rows, d_cols, needs[2])
+
+    def visit(visitors: Shard, extra: tuple[Tensor, ...]) -> Yield:
+        columns = visitors.batch.embeds
+        d_texts = torch.zeros(columns.shape, device=y.device, dtype=engine.accumulator) if needs[1] else None
+        for block in blocks(images, visitors):
+            weights = weights_of(block, extra)
+            if weights is not None:
+                d_rows = d_images if block.rows is images.batch else None
+                d_cols = d_texts if block.cols is visitors.batch else None
+                sum_gu.add_(block_gradient(engine, block.rows, block.cols, weights, factor, d_rows, d_cols, needs[2]))
+        return () if d_texts is None else (d_texts,)
+
+    made = around(layout, texts, extra, visit, add_)
     return (
         None if d_images is None else d_images.to(x.dtype),
-        None if d_texts is None else d_texts.mul_(factor).to(y.dtype),
+        made[0].mul_(factor).to(y.dtype) if made else None,
         sum_gu,
     )
+
+
+def add_(into: Yield, other: Yield) -> None:
+    """Merges two yields by adding."""
+    for mine, theirs in zip(into, other, strict=True):
+        mine += theirs
