@@ -11,7 +11,6 @@ from transformers import TrainingArguments
 from hf_infcl.evaluation import dataset_retrieval_metrics
 from hf_infcl.models import logit_scale_parameter, unreachable_parameters
 from hf_infcl.trainer.config import InfCLConfig
-from hf_infcl.trainer.objective import SOFTMAX_LOSS_TYPES
 
 _SHOWN = 5
 # What transformers adds to the metrics of an evaluation.
@@ -82,17 +81,22 @@ def check_scale(model: nn.Module) -> None:
         raise ValueError(f"{type(model).__name__} has no logit_scale parameter")
 
 
-def check_train_dataset(args: InfCLConfig, dataset: Any, loss_type: str | None) -> None:
-    """That one contrastive batch can be made up, and has something to contrast."""
+def check_train_dataset(args: InfCLConfig, dataset: Any, least_rows: int) -> None:
+    """That one contrastive batch can be made up, and has something to contrast.
+
+    Args:
+        args: the configuration.
+        dataset: the training set, or None.
+        least_rows: rows that a contrastive batch needs for its loss to have a gradient.
+    """
     size = args.contrastive_batch_size
     options = (
         f"per_device_train_batch_size={args.per_device_train_batch_size} x "
         f"gradient_accumulation_steps={args.gradient_accumulation_steps} x {args.world_size} process(es)"
     )
-    least = 2 if loss_type in SOFTMAX_LOSS_TYPES and args.memory_bank_size == 0 else 1
-    if size < least:
+    if size < least_rows:
         raise ValueError(
-            f"a contrastive batch of one pair ({options}) has no negatives: the {loss_type} loss is 0 and nothing is "
+            f"a contrastive batch of one pair ({options}) has no negatives: a softmax loss is 0 and nothing is "
             "learnt. Use at least 2, a memory bank (memory_bank_size), or loss_type='sigmoid'"
         )
     # The length of a streamed data set is not known, or not to be trusted.

@@ -173,7 +173,10 @@ class InfCLTrainer(Trainer):
         self._eval_loss = self._make_loss(loss)
         self._step: ContrastiveStep | None = None
         self._position = 0
-        self._said_dropped = False
+        self._said_dropped = self._said_repeats = False
+        # A softmax over one candidate has nothing to learn from.
+        is_softmax = self.loss_type in objective.SOFTMAX_LOSS_TYPES
+        self._least_rows = 2 if is_softmax and not args.memory_bank_size else 1
         self._card_is_current = False
         self._sides = sides_of(self.model)
         self._check_start(args)
@@ -197,7 +200,7 @@ class InfCLTrainer(Trainer):
     def _check_start(self, args: InfCLConfig) -> None:
         checks.check_scale(self.model)
         checks.check_trainable(self.model, self.loss_type)
-        checks.check_train_dataset(args, self.train_dataset, self.loss_type)
+        checks.check_train_dataset(args, self.train_dataset, self._least_rows)
         if args.metric_for_best_model and self.eval_dataset is not None:
             args.metric_for_best_model = checks.resolve_best_metric(
                 args.metric_for_best_model, self.eval_dataset, self.compute_metrics is not None
@@ -275,12 +278,11 @@ class InfCLTrainer(Trainer):
         micro_batches = args.gradient_accumulation_steps * args.world_size
         if args.batch_sampler == "no_duplicates":
             return NoDuplicatesBatchSampler(self._train_ids, sampler, self._train_batch_size, micro_batches)
-        least = 2 if self.loss_type in objective.SOFTMAX_LOSS_TYPES and not args.memory_bank_size else 1
         batch_sampler = ContrastiveBatchSampler(
             sampler,
             self._train_batch_size,
             micro_batches,
-            least_rows=least,
+            least_rows=self._least_rows,
             # Ranks of one micro-batch have equally many rows.
             drop_last=args.dataloader_drop_last or args.world_size > 1,
         )
@@ -335,12 +337,14 @@ class InfCLTrainer(Trainer):
                 batches.append(next(epoch_iterator))
             except StopIteration:
                 break
-        if 0 < len(batches) < self.args.gradient_accumulation_steps:
+        rows = sum(len(batch["input_ids"]) for batch in batches)
+        if batches and (len(batches) < num_batches or rows < self._least_rows):
             if not self._said_dropped:
                 logger.warning(
-                    "the data ends %d micro-batches into a group of gradient_accumulation_steps=%d: such a group is "
-                    "dropped, for it would contrast fewer pairs than all others",
+                    "the data ends %d micro-batches (%d rows) into a group of gradient_accumulation_steps=%d: such a "
+                    "group is dropped, for it would contrast fewer pairs than all others",
                     len(batches),
+                    rows,
                     self.args.gradient_accumulation_steps,
                 )
                 self._said_dropped = True
@@ -366,7 +370,7 @@ class InfCLTrainer(Trainer):
         if resume_from_checkpoint:
             needs_bank = self.args.memory_bank_size > 0
             check_checkpoint(str(resume_from_checkpoint), self.model, self.args, needs_bank=needs_bank)
-        self._said_dropped = False
+        self._said_dropped = self._said_repeats = False
         self._card_is_current = False
         self._set_memory_bank(None)
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
@@ -449,8 +453,26 @@ class InfCLTrainer(Trainer):
         )
         with self.compute_loss_context_manager():
             step.begin()
+        if not self._said_repeats:
+            self._said_repeats = self._report_repeats(step.ids)
         self._clock.count(step.rows * self.args.world_size)
         return step
+
+    def _report_repeats(self, ids: Tensor | None) -> bool:
+        """Says once where copies are taken for negatives. Returns whether there is nothing more to say."""
+        if ids is None or self.loss_type is None or self.args.duplicates != "keep":
+            return True
+        repeated = [1 - len(column.unique()) / len(column) for column in ids.cpu().unbind(1)]
+        if max(repeated) == 0:
+            return False
+        shares = ", ".join(f"{share:.0%}" for share in repeated)
+        logger.warning(
+            "repeated in a batch: %s (a share for each column of ids, such as image and caption). duplicates='keep' "
+            "takes them for negatives, which keeps the loss above a floor; 'mask' leaves them out, 'positive' pairs "
+            "them",
+            shares,
+        )
+        return True
 
     def _loss_of_step(self) -> Callable[..., Tensor]:
         start = self.args.hard_negative_start
