@@ -69,7 +69,7 @@ class DualEncoderPeftModel(PeftModel):
         return {
             name: value
             for name, value in _read_temperature(self).items()
-            if not torch.equal(value, self._base_temperature[name].to(value.device))
+            if not torch.equal(value, self._base_temperature[name].to(value))
         }
 
 

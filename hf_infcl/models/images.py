@@ -35,6 +35,8 @@ def set_image_normalization(model: nn.Module, processor: Any) -> bool:
         gives no bytes, or does more than a line a channel.
     """
     image_processor = getattr(processor, "image_processor", processor)
+    if not hasattr(image_processor, "preprocess"):  # a tokenizer alone
+        return False
     normalization = _line_of(image_processor)
     unwrap(model)._infcl_image_normalization = normalization
     return normalization is not None

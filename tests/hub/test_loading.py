@@ -147,7 +147,7 @@ def test_no_path_of_this_machine_is_written(tmp_path: Path, caplog: pytest.LogCa
 
 def test_the_base_is_found_by_the_id_that_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = save_tiny("clip", tmp_path / "base")
-    trained = _adapted(base)
+    trained = _adapted(base, scale=3.0)
     save_adapter(trained, tmp_path / "adapter", AutoProcessor.from_pretrained(base), base_model_id="someone/base")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "someone/base"
@@ -159,6 +159,9 @@ def test_the_base_is_found_by_the_id_that_was_given(tmp_path: Path, monkeypatch:
     loaded, processor = load_dual_encoder(tmp_path / "adapter")
     _assert_equal(loaded(**tiny_batch("clip")), trained(**tiny_batch("clip")))
     assert processor.tokenizer("a dog").input_ids
+    plain = AutoModel.from_pretrained(tmp_path / "adapter")  # transformers alone
+    _assert_equal(plain(**tiny_batch("clip")), trained(**tiny_batch("clip")), atol=1e-6)
+    assert plain.logit_scale.item() == 3.0
 
 
 def test_a_base_made_from_a_configuration_has_no_name(tmp_path: Path) -> None:
@@ -201,9 +204,12 @@ def test_the_name_lora_is_refused(tmp_path: Path) -> None:
         save_adapter(model, tmp_path / "adapter")
 
 
-def test_dtype_is_that_asked_for(tmp_path: Path) -> None:
-    model, _ = load_dual_encoder(save_tiny("clip", tmp_path), dtype=torch.bfloat16)
-    assert model.visual_projection.weight.dtype == torch.bfloat16
+def test_dtype_and_device_are_those_asked_for(tmp_path: Path) -> None:
+    base = save_tiny("clip", tmp_path / "base")
+    save_adapter(_adapted(base), tmp_path / "adapter")
+    model, _ = load_dual_encoder(base, adapter=tmp_path / "adapter", dtype=torch.bfloat16, device_map="cpu")
+    assert model.get_base_model().visual_projection.weight.dtype == torch.bfloat16
+    assert model(**tiny_batch("clip")).image_embeds.dtype == torch.bfloat16
 
 
 def test_unsupported_and_absent_things_are_refused(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
 """The forward against each family's own."""
 
 import copy
-import io
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import BertConfig, BertModel
@@ -103,7 +103,20 @@ def test_the_state_dict_gains_nothing() -> None:
     before = set(tiny_clip().state_dict())
     model = prepare_dual_encoder(tiny_clip())
     assert set(model.state_dict()) == before
-    torch.save(model.state_dict(), io.BytesIO())
+
+
+def test_accelerate_wraps_and_unwraps_the_forward() -> None:
+    model, batch = prepare_dual_encoder(tiny_clip()), tiny_batch("clip")
+    expected = model(**batch).image_embeds
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    wrapped = accelerator.prepare_model(model)
+    output = wrapped(**batch)
+    assert output.text_embeds.dtype == torch.float32  # accelerate's own conversion
+    assert not torch.equal(output.image_embeds, expected)
+    torch.testing.assert_close(output.image_embeds, expected, atol=3e-2, rtol=0)
+    prepare_dual_encoder(wrapped)
+    plain = accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
+    torch.testing.assert_close(plain(**batch).image_embeds, expected)
 
 
 def test_an_unsupported_family_is_refused_by_name() -> None:

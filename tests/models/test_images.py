@@ -40,6 +40,10 @@ def test_bytes_and_floats_embed_alike(family: str) -> None:
     torch.testing.assert_close(from_bytes, from_floats, atol=1e-5, rtol=0)
 
 
+def test_a_tokenizer_alone_teaches_nothing() -> None:
+    assert not set_image_normalization(tiny_clip(), tiny_processor("clip").tokenizer)
+
+
 def test_floats_pass_unchanged() -> None:
     model = tiny_clip()
     set_image_normalization(model, tiny_processor("clip"))
