@@ -34,6 +34,8 @@ def caption_list(value: Any) -> list[str]:
     for item in value if isinstance(value, list | tuple) else value.tolist():
         if isinstance(item, list | tuple):
             raise CaptionError("has lists inside its list of captions; expected strings")
+        if isinstance(item, numbers.Real):
+            raise CaptionError("has a list of numbers, such as token ids; expected strings")
         text = _text(item)
         if text and not text.isspace():
             texts.append(text)

@@ -128,12 +128,13 @@ class ImageTextCollator:
         """Whether the processor without rescaling gives bytes, of which its normal output is a line a channel."""
         ramp = np.random.default_rng(0).integers(0, 256, (48, 48, 3)).astype(np.uint8)
         pictures = [read_image(ramp)]
-        normal = self.image_processor(images=pictures, return_tensors="np", **self.image_kwargs)["pixel_values"]
+        # Tensors: some processors make no arrays.
+        normal = self.image_processor(images=pictures, return_tensors="pt", **self.image_kwargs)["pixel_values"]
         try:
-            raw = self.image_processor(images=pictures, return_tensors="np", **{**self.image_kwargs, **_RAW})
+            raw = self.image_processor(images=pictures, return_tensors="pt", **{**self.image_kwargs, **_RAW})
         except (TypeError, ValueError):  # a processor that does not know these arguments
             return False
-        pixels, normal = np.asarray(raw["pixel_values"]), np.asarray(normal)
+        pixels, normal = raw["pixel_values"].numpy(), normal.numpy()
         if pixels.dtype != np.uint8 or pixels.shape != normal.shape:
             return False
         # (n, channels, height, width), or NaFlex patches (n, patches, height * width * channels)

@@ -22,7 +22,7 @@ def find_columns(
     """The names of the image and the caption column.
 
     Args:
-        dataset: a `datasets` table, or a sequence of dicts.
+        dataset: a `datasets` table or stream, or a sequence of dicts.
         image_column: the name wished for, or None to look for the usual ones and then for an image type.
         caption_column: likewise for captions.
         extra: further columns that must exist.
@@ -62,7 +62,7 @@ def _hint(names: Sequence[str]) -> str:
 
 
 def _keys(dataset: Any) -> list[str]:
-    first = dataset[0]
+    first = dataset[0] if hasattr(dataset, "__getitem__") else next(iter(dataset))
     if not isinstance(first, dict):
         raise ValueError(f"the dataset's rows are of type {type(first).__name__}; expected dicts of columns")
     return list(first)

@@ -62,7 +62,7 @@ def load_image_text_dataset(
         The dataset with all its columns; paths and bytes in the image column have become a `datasets.Image`.
 
     Raises:
-        FileNotFoundError: a path that does not exist.
+        FileNotFoundError: a path that does not exist, or a name that the Hub does not have or that cannot be reached.
         ValueError: missing columns, missing pictures (their number and the first few names), no rows, an unknown split,
             or a table that cannot be read; the message says what was found and which option to set.
 
@@ -198,7 +198,12 @@ def _by_datasets(path: Path, config: str | None, split: str, streaming: bool) ->
 def _from_hub(name: str, config: str | None, split: str, revision: str | None, streaming: bool) -> Any:
     from datasets import load_dataset
 
-    return load_dataset(name, config, split=split, revision=revision, streaming=streaming)
+    try:
+        return load_dataset(name, config, split=split, revision=revision, streaming=streaming)
+    except (ConnectionError, FileNotFoundError) as error:
+        raise FileNotFoundError(
+            f"{name!r} is neither a file or folder ({os.path.abspath(name)}) nor to be had from the Hub: {error}"
+        ) from error
 
 
 def _looks_like_a_path(name: str) -> bool:

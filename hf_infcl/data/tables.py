@@ -48,7 +48,7 @@ def _text(path: Path, encoding: str | None) -> str:
     if encoding is None:
         encoding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8")
     try:
-        return data.decode(encoding)
+        text = data.decode(encoding)
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise ValueError(
@@ -57,6 +57,9 @@ def _text(path: Path, encoding: str | None) -> str:
         ) from error
     except LookupError as error:
         raise ValueError(f"encoding={encoding!r} is not known to Python") from error
+    if "\0" in text:
+        raise ValueError(f'{path} has zero bytes where {encoding} has letters; set encoding, such as "utf-16-le"')
+    return text
 
 
 def _read_csv(path: Path, text: str, delimiter: str | None) -> dict[str, list[Any]]:

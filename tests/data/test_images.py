@@ -132,6 +132,34 @@ def test_exif_orientation_is_applied_by_every_route(tmp_path, route):
     assert np.abs(np.array(read.getpixel((10, 55))) - 255).max() < 10
 
 
+def segment(marker, content):
+    return b"\xff" + bytes([marker]) + (len(content) + 2).to_bytes(2, "big") + content
+
+
+def with_broken_xmp(image):
+    data = encoded(image, "JPEG")
+    return data[:2] + segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0<x:xmpmeta a='\xa8'/>") + data[2:]
+
+
+def with_broken_resolution(image):
+    """Orientation 6, and an XResolution of 1/0 in the same directory."""
+    orientation = b"\x01\x12\x00\x03\x00\x00\x00\x01\x00\x06\x00\x00"
+    resolution = b"\x01\x1a\x00\x05\x00\x00\x00\x01\x00\x00\x00\x26"
+    directory = b"\x00\x02" + orientation + resolution + bytes(4) + b"\x00\x00\x00\x01" + bytes(4)
+    data = encoded(image, "JPEG")
+    return data[:2] + segment(0xE1, b"Exif\0\0MM\x00\x2a\x00\x00\x00\x08" + directory) + data[2:]
+
+
+@pytest.mark.parametrize("broken", [with_broken_xmp, with_broken_resolution])
+def test_files_with_broken_metadata_are_read(broken):
+    good = encoded(Image.new("RGB", (16, 16), (10, 200, 10)), "JPEG")
+    images = [good, good, broken(Image.new("RGB", (16, 8), (10, 200, 10))), good]
+    read = [pair["image"] for pair in ImageTextDataset([{"image": image, "caption": "a"} for image in images])]
+    assert len(read) == 4
+    assert np.abs(np.array(read[2].getpixel((3, 3))) - (10, 200, 10)).max() < 10
+    assert read[2].size == ((16, 8) if broken is with_broken_xmp else (8, 16))
+
+
 def test_a_broken_tag_costs_the_orientation_only(monkeypatch, caplog):
     def broken(image):
         raise ValueError("bad tag")

@@ -75,6 +75,12 @@ def test_another_encoding_is_named_and_can_be_set(tmp_path):
     assert values(load_image_text_dataset(table, encoding="latin-1")) == [(0, "café à la crème")]
 
 
+def test_unmarked_utf_16_is_named(tmp_path):
+    table = write_csv(tmp_path / "t.csv", [("0.png", "a")], encoding="utf-16-le")
+    with pytest.raises(ValueError, match="zero bytes.*set encoding"):
+        load_image_text_dataset(table)
+
+
 def test_unquoted_commas_are_refused_with_line_and_count(tmp_path):
     pictures(tmp_path / "images", 2)
     (tmp_path / "t.csv").write_text("image,caption\nimages/0.png,a dog, running\nimages/1.png,cat\n")
@@ -263,6 +269,8 @@ def test_paths_that_do_not_exist_are_no_hub_names(tmp_path):
     for name in (tmp_path / "gone", "./gone", "gone.csv", "a\\b"):
         with pytest.raises(FileNotFoundError, match="no such file or folder"):
             load_image_text_dataset(name)
+    with pytest.raises(FileNotFoundError, match="neither a file or folder .* nor to be had from the Hub"):
+        load_image_text_dataset("owner/gone")
     (tmp_path / "t.xlsx").write_text("x")
     with pytest.raises(ValueError, match=r"\.xlsx is no kind of table"):
         load_image_text_dataset(tmp_path / "t.xlsx")
