@@ -1,10 +1,13 @@
 """InfoNCE's chunk functions on Triton; the same meaning as `hf_infcl.ops.torch_tiles`."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from hf_infcl.ops.sides import Rule, Side
 from hf_infcl.ops.statistics import Statistics
+from hf_infcl.ops.triton import hopper
 from hf_infcl.ops.triton.kernels_softmax import merge_kernel, statistics_kernel, weights_kernel
 from hf_infcl.ops.triton.launch import Tiles, cdiv
 from hf_infcl.ops.triton.products import empty_weights, gain
@@ -27,7 +30,8 @@ def statistics(
     precision: str,
 ) -> None:
     """Merges a chunk's candidates into the running statistics of its rows and of its columns (None: not wanted)."""
-    tiles = Tiles.of("statistics", rows, cols, rule, precision)
+    on_hopper = hopper.suits(rows, cols, rule)
+    tiles = Tiles.of("statistics", rows, cols, rule, precision, hopper.REPAIR if on_hopper else None)
     n_rows, n_cols, device = len(rows), len(cols), rows.embeds.device
     many, smooth = rule.duplicates == "positive" and tiles.arguments["ID_COLUMNS"] > 0, rule.label_smoothing > 0
     planes = 2 + 2 * many + 2 * smooth
@@ -53,7 +57,10 @@ def statistics(
         "MANY_POSITIVES": many,
         "SMOOTH": smooth,
     }
-    tiles.launch(statistics_kernel, **sides, **options, EXACT=exact, REPAIR=False)
+    if on_hopper:
+        hopper.launch_statistics(tiles, **sides, **{k: v for k, v in options.items() if k != "MANY_POSITIVES"})
+    else:
+        tiles.launch(statistics_kernel, **sides, **options, EXACT=exact, REPAIR=False)
     if not exact:
         tiles.repair().launch(statistics_kernel, **sides, **options, EXACT=True, REPAIR=True)
     row_blocks = cdiv(n_rows, _MERGE_ROWS) if row_stats is not None else 0
@@ -89,26 +96,28 @@ def softmax_weights(
         G (n_rows, n_cols) in the embeddings' dtype, and sum_ij G_ij u_ij (the scale's gradient) if wanted.
     """
     dtype = rows.embeds.dtype
-    tiles = Tiles.of("weights", rows, cols, rule, precision)
+    on_hopper = hopper.suits(rows, cols, rule)
+    tiles = Tiles.of("weights", rows, cols, rule, precision, hopper.REPAIR if on_hopper else None)
     g = empty_weights(rows, cols)
     sums = torch.empty(tiles.tiles_m * tiles.tiles_n, device=g.device, dtype=torch.float32) if want_sum else None
-    tiles.launch(
-        weights_kernel,
-        scale=scale,
-        row_stats=None if row_stats is None else row_stats.data,
-        col_stats=None if col_stats is None else col_stats.data,
-        row_stats_stride=0 if row_stats is None else row_stats.data.stride(0),
-        col_stats_stride=0 if col_stats is None else col_stats.data.stride(0),
-        g=g,
-        g_stride=g.stride(0),
-        sum_parts=sums,
-        smoothing=float(rule.label_smoothing),
-        gain=gain(dtype),
-        ROWS=row_stats is not None,
-        COLS=col_stats is not None,
-        MANY_POSITIVES=rule.duplicates == "positive" and tiles.arguments["ID_COLUMNS"] > 0,
-        SMOOTH=rule.label_smoothing > 0,
-        EXACT=_exact(precision, dtype),
-        WANT_SUM=want_sum,
-    )
+    common: dict[str, Any] = {
+        "scale": scale,
+        "row_stats": None if row_stats is None else row_stats.data,
+        "col_stats": None if col_stats is None else col_stats.data,
+        "row_stats_stride": 0 if row_stats is None else row_stats.data.stride(0),
+        "col_stats_stride": 0 if col_stats is None else col_stats.data.stride(0),
+        "sum_parts": sums,
+        "smoothing": float(rule.label_smoothing),
+        "gain": gain(dtype),
+        "ROWS": row_stats is not None,
+        "COLS": col_stats is not None,
+        "SMOOTH": rule.label_smoothing > 0,
+        "WANT_SUM": want_sum,
+    }
+    if on_hopper:
+        hopper.launch_weights(tiles, g, **common)
+    else:
+        many = rule.duplicates == "positive" and tiles.arguments["ID_COLUMNS"] > 0
+        exact = _exact(precision, dtype)
+        tiles.launch(weights_kernel, g=g, g_stride=g.stride(0), **common, MANY_POSITIVES=many, EXACT=exact)
     return g, None if sums is None else sums.sum()

@@ -1,0 +1,345 @@
+"""Time, rate, memory and error of the losses, beside their alternatives in the same run.
+
+    python benchmarks/loss.py                          # every suite that suits the device
+    python benchmarks/loss.py --suite sizes --sizes 4096 8192 --depths 512 768
+
+The rate counts the floor of four products of 2 N^2 D operations (one forward; recompute, dX and dY backward), whatever
+an implementation really spends. The roof is the rate of one 8192^3 product of the vendor's library in the same run.
+Times are medians over device events, so that launch overhead counts where it shows. Memory is the peak beyond inputs
+and returned gradients. The error is ||gradient - reference|| / ||reference|| against float64.
+"""
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import peers
+import torch
+from torch import Tensor
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SCALE = 50.0
+MIB = 2**20
+# Beyond this the dense float64 reference is not worth its time.
+LARGEST_REFERENCE = 16_384
+
+
+def pairs(n: int, d: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """Unit-norm pairs like a trained model's: cosine .6."""
+    generator = torch.Generator(device).manual_seed(n + d)
+
+    def unit() -> Tensor:
+        x = torch.randn(n, d, generator=generator, device=device)
+        return torch.nn.functional.normalize(x, dim=-1)
+
+    x = unit()
+    y = torch.nn.functional.normalize(0.6 * x + 0.8 * unit(), dim=-1)
+    return x.to(dtype).requires_grad_(), y.to(dtype).requires_grad_()
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def median_ms(step: Callable[[], object], device: str, budget_ms: float) -> float:
+    """Median time of a step, after a warm-up, over as many repetitions as the budget holds (3 at least, 50 at most)."""
+    step()
+    synchronize(device)
+    start = time.perf_counter()
+    step()
+    synchronize(device)
+    once = 1e3 * (time.perf_counter() - start)
+    repetitions = int(min(50, max(3, budget_ms / max(once, 1e-3))))
+    if device != "cuda":
+        times = []
+        for _ in range(repetitions):
+            start = time.perf_counter()
+            step()
+            times.append(1e3 * (time.perf_counter() - start))
+        return statistics.median(times)
+    for _ in range(min(5, repetitions)):
+        step()
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repetitions)]
+    for first, last in events:
+        first.record()
+        step()
+        last.record()
+    torch.cuda.synchronize()
+    return statistics.median(first.elapsed_time(last) for first, last in events)
+
+
+def roof_tflops(device: str, dtype: torch.dtype, tf32: bool = False) -> float:
+    """The vendor library's rate on one square product."""
+    n = 8192 if device == "cuda" else 1024
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    ms = median_ms(lambda: a @ b, device, 200)
+    torch.backends.cuda.matmul.allow_tf32 = before
+    return 2 * n**3 / ms / 1e9
+
+
+def reference_gradient(loss: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of both embeddings by the dense float64 loss."""
+    a, b = (t.detach().double().requires_grad_() for t in (x, y))
+    logits = SCALE * a @ b.T
+    if loss == "sigmoid":
+        z = 2 * torch.eye(len(x), device=x.device, dtype=torch.float64) - 1
+        value = -torch.nn.functional.logsigmoid(z * (logits + peers.BIAS)).sum() / len(x)
+    else:
+        own = logits.diagonal()
+        value = (logits.logsumexp(1) + logits.logsumexp(0) - 2 * own).mean() / 2
+    gradients = torch.autograd.grad(value, (a, b))
+    return gradients[0], gradients[1]
+
+
+def error(x: Tensor, y: Tensor, reference: tuple[Tensor, Tensor]) -> float:
+    """The larger of both gradients' relative errors."""
+    given = ((t.grad, ref) for t, ref in zip((x, y), reference, strict=True) if t.grad is not None)
+    return max(float((grad.double() - ref).norm() / ref.norm()) for grad, ref in given)
+
+
+def measure(
+    loss: Callable[..., Tensor],
+    n: int,
+    d: int,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    frozen: str = "",
+    backward: bool = True,
+    reference: tuple[Tensor, Tensor] | None = None,
+    budget_ms: float = 400,
+) -> dict[str, Any]:
+    """One row of the table: forward (and backward) of a loss on n pairs."""
+    x, y = pairs(n, d, dtype, device)
+    if frozen:
+        (x if frozen == "images" else y).requires_grad_(False)
+    scale = torch.tensor(SCALE, device=device, requires_grad=True)
+
+    def step() -> None:
+        x.grad = y.grad = scale.grad = None
+        value = loss(x, y, scale)
+        if backward:
+            value.backward()
+
+    start = time.perf_counter()
+    step()
+    synchronize(device)
+    first_s = time.perf_counter() - start
+    row: dict[str, Any] = {"n": n, "d": d, "first_call_s": round(first_s, 2)}
+    if backward and reference is not None:
+        row["error"] = error(x, y, reference)
+    if device == "cuda":
+        x.grad = y.grad = scale.grad = None
+        gc.collect()
+        torch.cuda.empty_cache()
+        base = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        returned = sum(t.grad.nbytes for t in (x, y) if t.grad is not None)
+        row["extra_mib"] = (torch.cuda.max_memory_allocated() - base - returned) / MIB
+    row["ms"] = median_ms(step, device, budget_ms)
+    row["tflops"] = (8 if backward else 2) * n * n * d / row["ms"] / 1e9
+    return row
+
+
+def attempt(
+    rows: list[dict[str, Any]], labels: dict[str, Any], make: Callable[[], Callable[..., Tensor]], **more: Any
+) -> None:
+    """Measures one implementation and prints its line; what cannot run here is recorded with the reason."""
+    row = dict(labels)
+    try:
+        row |= measure(make(), **more)
+    except peers.Unavailable as reason:
+        row["unavailable"] = str(reason)
+    except torch.cuda.OutOfMemoryError:
+        row["unavailable"] = "out of memory"
+        torch.cuda.empty_cache()
+    except Exception as reason:  # a peer's own failure is a result, ours is not
+        if labels["name"].startswith("hf_infcl"):
+            raise
+        row["unavailable"] = f"{type(reason).__name__}: {str(reason)[:120]}"
+    rows.append(row)
+    print(line(row), flush=True)
+
+
+def line(row: dict[str, Any]) -> str:
+    head = f"{row['suite']:9} {row['name']:36} {row['dtype']:5} N={row['size']:<8} D={row['depth']:<5}"
+    if "unavailable" in row:
+        return f"{head} {row['unavailable']}"
+    share = f"{row['tflops'] / row['roof']:6.1%}" if row.get("roof") else ""
+    memory = f"{row['extra_mib']:8.0f} MiB" if "extra_mib" in row else ""
+    wrong = f"error {row['error']:.1e}" if "error" in row else ""
+    return f"{head} {row['ms']:10.3f} ms {row['tflops']:7.1f} TFLOP/s {share} {memory} {wrong}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    suites = ("sizes", "options", "sigmoid", "precision", "large")
+    parser.add_argument("--suite", nargs="*", default=suites, choices=suites)
+    parser.add_argument("--sizes", nargs="*", type=int)
+    parser.add_argument("--depths", nargs="*", type=int)
+    parser.add_argument("--names", nargs="*", help="implementations (default: all)")
+    parser.add_argument("--out", default=str(Path(__file__).parent / "results"), help="folder of the results")
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    on_gpu = device == "cuda"
+    if not on_gpu:
+        torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    half = "bf16" if on_gpu else "fp32"
+    roofs = {name: roof_tflops(device, dtype) for name, dtype in DTYPES.items() if on_gpu or name == "fp32"}
+    if on_gpu:
+        roofs["tf32"] = roof_tflops(device, torch.float32, tf32=True)
+    print("roof, TFLOP/s:", {name: round(value, 1) for name, value in roofs.items()}, flush=True)
+
+    def labels(suite: str, name: str, n: int, d: int, dtype: str = half, roof: str = "") -> dict[str, Any]:
+        return {"suite": suite, "name": name, "size": n, "depth": d, "dtype": dtype, "roof": roofs[roof or dtype]}
+
+    default_sizes = [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072] if on_gpu else [128, 256, 512]
+    sizes = arguments.sizes or default_sizes
+    depths = arguments.depths or ([512, 768, 1024] if on_gpu else [64])
+    common: dict[str, Any] = {"device": device, "dtype": DTYPES[half]}
+
+    if "sizes" in arguments.suite:
+        for d in depths:
+            for n in sizes:
+                x, y = pairs(n, d, DTYPES[half], device)
+                known = reference_gradient("contrastive", x, y) if n <= LARGEST_REFERENCE else None
+                for name in arguments.names or peers.CONTRASTIVE:
+                    if name == "inf-cl" and n > 32_768:
+                        continue  # a second a step
+                    attempt(
+                        rows,
+                        labels("sizes", name, n, d),
+                        lambda name=name: peers.contrastive(name),
+                        n=n,
+                        d=d,
+                        reference=known,
+                        **common,
+                    )
+                del known, x, y
+    if "options" in arguments.suite:
+        n, d = (65_536, 512) if on_gpu else (512, 64)
+        ids = torch.randint(0, n, (n, 2), device=device)
+        variants: dict[str, dict[str, Any]] = {
+            "hf_infcl": {},
+            "hf_infcl ids": {"ids": ids},
+            "hf_infcl ids, one column": {"ids": ids[:, :1].contiguous()},
+            "hf_infcl ids as positives": {"ids": ids, "duplicates": "positive"},
+            "hf_infcl image_to_text": {"direction": "image_to_text"},
+            "hf_infcl label_smoothing": {"label_smoothing": 0.1},
+        }
+        for name, options in variants.items():
+            attempt(
+                rows, labels("options", name, n, d), lambda options=options: peers.ours(**options), n=n, d=d, **common
+            )
+        for frozen in ("images", "texts"):
+            attempt(
+                rows,
+                labels("options", f"hf_infcl frozen {frozen}", n, d),
+                peers.ours,
+                n=n,
+                d=d,
+                frozen=frozen,
+                **common,
+            )
+        attempt(rows, labels("options", "hf_infcl forward only", n, d), peers.ours, n=n, d=d, backward=False, **common)
+    if "sigmoid" in arguments.suite:
+        for n, d in [(8192, 768), (65_536, 768)] if on_gpu else [(256, 64)]:
+            x, y = pairs(n, d, DTYPES[half], device)
+            known = reference_gradient("sigmoid", x, y) if n <= LARGEST_REFERENCE else None
+            for name in arguments.names or peers.SIGMOID:
+                attempt(
+                    rows,
+                    labels("sigmoid", name, n, d),
+                    lambda name=name: peers.sigmoid(name),
+                    n=n,
+                    d=d,
+                    reference=known,
+                    **common,
+                )
+    if "precision" in arguments.suite:
+        n, d = (32_768, 512) if on_gpu else (256, 64)
+        for dtype, precision in [("fp16", "auto"), ("fp32", "tf32"), ("fp32", "tf32x3"), ("fp32", "ieee")]:
+            if not on_gpu and dtype == "fp16":
+                continue
+            roof = "tf32" if on_gpu and precision.startswith("tf32") else ""
+            attempt(
+                rows,
+                labels("precision", f"hf_infcl {dtype} {precision}", n, d, dtype, roof),
+                lambda precision=precision: peers.ours(precision=precision),
+                n=n,
+                d=d,
+                dtype=DTYPES[dtype],
+                device=device,
+            )
+    if "large" in arguments.suite and on_gpu:
+        for n in (1_048_576, 4_194_304):
+            attempt(rows, labels("large", "hf_infcl", n, 512), peers.ours, n=n, d=512, budget_ms=1, **common)
+
+    write(rows, roofs, Path(arguments.out))
+
+
+def environment() -> dict[str, str]:
+    found = {"torch": torch.__version__, "python": platform.python_version(), "device": platform.machine()}
+    if torch.cuda.is_available():
+        import triton
+
+        found |= {"device": torch.cuda.get_device_name(), "triton": triton.__version__, "cuda": str(torch.version.cuda)}
+    return found
+
+
+def write(rows: list[dict[str, Any]], roofs: dict[str, float], folder: Path) -> None:
+    """The results file of this device, and a plot of time over size."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = environment()
+    stem = "loss_" + found["device"].lower().replace(" ", "_")
+    (folder / f"{stem}.json").write_text(
+        json.dumps({"environment": found, "roof_tflops": roofs, "rows": rows}, indent=1) + "\n"
+    )
+    plot([row for row in rows if row["suite"] == "sizes" and "ms" in row], folder / f"{stem}.png")
+    print("written:", folder / f"{stem}.json")
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    if not rows:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    depths = sorted({row["depth"] for row in rows})
+    figure, axes = pyplot.subplots(2, len(depths), figsize=(5 * len(depths), 7), squeeze=False, sharex=True)
+    for column, depth in enumerate(depths):
+        for name in dict.fromkeys(row["name"] for row in rows):
+            mine = sorted(
+                (row for row in rows if row["name"] == name and row["depth"] == depth), key=lambda r: r["size"]
+            )
+            sizes = [row["size"] for row in mine]
+            style = {"marker": "o", "markersize": 3, "label": name, "linewidth": 2.2 if name == "hf_infcl" else 1.0}
+            axes[0, column].plot(sizes, [row["ms"] for row in mine], **style)
+            axes[1, column].plot(sizes, [100 * row["tflops"] / row["roof"] for row in mine], **style)
+        axes[0, column].set(title=f"D = {depth}", xscale="log", yscale="log")
+        axes[1, column].set(xlabel="pairs in the batch", xscale="log", ylim=(0, 100))
+    axes[0, 0].set_ylabel("forward + backward, ms")
+    axes[1, 0].set_ylabel("rate on 4 products, % of the library's")
+    axes[0, 0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    main()
