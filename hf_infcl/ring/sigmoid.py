@@ -114,14 +114,16 @@ class _SigmoidLoss(torch.autograd.Function):
 
 def sigmoid_loss(images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor, ids: Tensor | None, spec: Spec) -> Tensor:
     """SigLIP's loss of the global batch, differentiable in both embeddings, the scale and the bias."""
-    if torch.compiler.is_compiling() and World.of(spec.group).is_alone:
+    if not torch.compiler.is_compiling():
+        return _sigmoid_loss(images, texts, scale, bias, ids, spec)
+    if World.of(spec.group).is_alone:
         from hf_infcl.ring.compiled import compiled_sigmoid_loss
 
         return compiled_sigmoid_loss(images, texts, scale, bias, ids, spec)
-    return _sigmoid_loss(images, texts, scale, bias, ids, spec)
+    # Messages between processes are no part of a graph.
+    return torch.compiler.disable(_sigmoid_loss)(images, texts, scale, bias, ids, spec)
 
 
-@torch.compiler.disable  # messages between processes are no part of a graph
 def _sigmoid_loss(images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor, ids: Tensor | None, spec: Spec) -> Tensor:
     leaves = dict(images=images, texts=texts, logit_scale=scale, logit_bias=bias)
     options = agreement("sigmoid_loss", spec, images, ids, **leaves)

@@ -148,14 +148,16 @@ class _SoftmaxLoss(torch.autograd.Function):
 
 def softmax_loss(images: Tensor, texts: Tensor, scale: Tensor, ids: Tensor | None, banks: Banks, spec: Spec) -> Tensor:
     """The InfoNCE loss of the global batch, differentiable in both embeddings and the scale."""
-    if torch.compiler.is_compiling() and World.of(spec.group).is_alone:
+    if not torch.compiler.is_compiling():
+        return _softmax_loss(images, texts, scale, ids, banks, spec)
+    if World.of(spec.group).is_alone:
         from hf_infcl.ring.compiled import compiled_softmax_loss
 
         return compiled_softmax_loss(images, texts, scale, ids, banks, spec)
-    return _softmax_loss(images, texts, scale, ids, banks, spec)
+    # Messages between processes are no part of a graph.
+    return torch.compiler.disable(_softmax_loss)(images, texts, scale, ids, banks, spec)
 
 
-@torch.compiler.disable  # messages between processes are no part of a graph
 def _softmax_loss(images: Tensor, texts: Tensor, scale: Tensor, ids: Tensor | None, banks: Banks, spec: Spec) -> Tensor:
     options = agreement("contrastive_loss", spec, images, ids, images=images, texts=texts, logit_scale=scale)
     bank_rows = 0 if banks[0] is None else len(banks[0])
