@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from hf_infcl import InfCLConfig, InfCLTrainer
-from hf_infcl.data import load_image_text_dataset
+from hf_infcl.data import load_image_text_dataset, sample_dataset
 from hf_infcl.data.images import UnreadableImageError
 from tests.tiny import tiny_clip, tiny_processor
 
@@ -54,3 +54,35 @@ def test_a_run_that_skips_ends_and_says_how_many(damaged, tmp_path, workers, cap
     assert run.train().global_step == 2
     assert "3 of 8 rows skipped" in caplog.text
     assert len(run.train_dataset) == 5
+
+
+def losses(folder, **options):
+    """The losses of two epochs in which captions are drawn, and the weights' sum at the end."""
+    args = InfCLConfig(
+        str(folder),
+        per_device_train_batch_size=4,
+        num_train_epochs=2,
+        captions="draw",
+        logging_steps=1,
+        learning_rate=1e-3,
+        save_strategy="epoch",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        **{name: value for name, value in options.items() if name != "resume"},
+    )
+    run = InfCLTrainer(
+        model=tiny_clip(),
+        args=args,
+        train_dataset=sample_dataset("drawing", size=8, captions_per_image=6),
+        processing_class=tiny_processor("clip"),
+    )
+    run.train(resume_from_checkpoint=options.get("resume"))
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+def test_drawn_captions_do_not_depend_on_workers_or_on_resuming(tmp_path):
+    alone = losses(tmp_path / "alone")
+    assert len(alone) == 4
+    assert losses(tmp_path / "workers", dataloader_num_workers=2, dataloader_persistent_workers=True) == alone
+    assert losses(tmp_path / "resumed", resume=str(tmp_path / "alone" / "checkpoint-2")) == alone
