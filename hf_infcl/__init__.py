@@ -10,9 +10,12 @@ _PUBLIC = {
     "InfCLConfig": "hf_infcl.trainer",
     "InfCLTrainer": "hf_infcl.trainer",
     "ContrastiveLoss": "hf_infcl.losses",
+    "HardNegativeLoss": "hf_infcl.losses",
     "SigmoidLoss": "hf_infcl.losses",
     "contrastive_loss": "hf_infcl.losses",
+    "hard_negative_loss": "hf_infcl.losses",
     "sigmoid_loss": "hf_infcl.losses",
+    "hardest_negatives": "hf_infcl.losses",
     "MemoryBank": "hf_infcl.losses",
     "retrieval_metrics": "hf_infcl.evaluation",
     "zero_shot_metrics": "hf_infcl.evaluation",
@@ -24,7 +27,16 @@ __all__ = sorted(_PUBLIC)
 if TYPE_CHECKING:
     from hf_infcl.evaluation import retrieval_metrics, zero_shot_metrics
     from hf_infcl.hub import load_dual_encoder
-    from hf_infcl.losses import ContrastiveLoss, MemoryBank, SigmoidLoss, contrastive_loss, sigmoid_loss
+    from hf_infcl.losses import (
+        ContrastiveLoss,
+        HardNegativeLoss,
+        MemoryBank,
+        SigmoidLoss,
+        contrastive_loss,
+        hard_negative_loss,
+        hardest_negatives,
+        sigmoid_loss,
+    )
     from hf_infcl.trainer import InfCLConfig, InfCLTrainer
 
 

@@ -1,5 +1,7 @@
 """Dense float64 oracles: the definitions, as short as they can be written. Every matrix is built."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,41 @@ def contrastive(
         "image_to_text": cross_entropy(scale * images @ all_texts.T, alike, duplicates, label_smoothing),
         "text_to_image": cross_entropy(scale * texts @ all_images.T, alike, duplicates, label_smoothing),
     }
+    return sum(losses.values()) / 2 if direction == "both" else losses[direction]
+
+
+def hardest(scores: Tensor, valid: Tensor, k: int) -> Tensor:
+    """(n, p) bool: the k best valid entries of every row, by score, then by lowest index."""
+    order = scores.masked_fill(~valid, -torch.inf).argsort(dim=1, descending=True, stable=True)
+    return torch.zeros_like(valid).scatter_(1, order[:, :k], True) & valid
+
+
+def hard_negative(
+    images: Tensor,
+    texts: Tensor,
+    scale: Tensor,
+    k: int,
+    ids: Tensor | None = None,
+    direction: str = "both",
+    bank: tuple[Tensor, Tensor, Tensor | None] | None = None,
+    ceiling: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """InfoNCE over the pair and the k hardest negatives. `ceiling` maps the pairs' scores to the highest allowed."""
+    all_images, all_texts, all_ids = images, texts, ids
+    if bank is not None:
+        all_images, all_texts = torch.cat([images, bank[0]]), torch.cat([texts, bank[1]])
+        all_ids = None if ids is None or bank[2] is None else torch.cat([ids, bank[2]])
+    own = torch.eye(len(images), len(all_images), dtype=torch.bool)
+    alike = related(ids, all_ids, tuple(own.shape)) | own
+    losses = {}
+    for name, anchors, others in (("image_to_text", images, all_texts), ("text_to_image", texts, all_images)):
+        scores = anchors @ others.T
+        valid = ~alike
+        if ceiling is not None:
+            valid = valid & ~(scores > ceiling(scores[own])[:, None])
+        kept = hardest(scores.detach(), valid, k) | own
+        log_p = (scale * scores).masked_fill(~kept, -torch.inf).log_softmax(1)
+        losses[name] = -log_p[own].mean()
     return sum(losses.values()) / 2 if direction == "both" else losses[direction]
 
 

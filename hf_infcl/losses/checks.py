@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_infcl.losses.memory_bank import MemoryBank
-from hf_infcl.ops import BACKENDS, PRECISIONS, accumulator_dtype
+from hf_infcl.ops import BACKENDS, PRECISIONS, Limits, accumulator_dtype
 from hf_infcl.ring import DIRECTIONS
 
 DUPLICATES = ("mask", "positive", "keep")
@@ -105,6 +105,24 @@ def check_options(
 def check_label_smoothing(value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
         raise ValueError(f"label_smoothing must be a number in [0, 1), got {value!r}")
+
+
+def check_k(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+
+
+def limits(absolute_margin: Any, relative_margin: Any, max_score: Any) -> Limits:
+    """The limits against false negatives, each a finite number or None."""
+    given = {"absolute_margin": absolute_margin, "relative_margin": relative_margin, "max_score": max_score}
+    for name, value in given.items():
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ValueError(f"{name} must be a finite number or None, got {value!r}")
+        if name != "max_score" and value < 0:
+            raise ValueError(f"{name} must be at least 0, got {value!r}")
+    return Limits(**given)
 
 
 def check_bank(bank: Any, embeds: Tensor, ids: Tensor | None) -> None:

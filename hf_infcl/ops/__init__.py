@@ -8,15 +8,18 @@ from hf_infcl.ops.chunks import chunks
 from hf_infcl.ops.dispatch import BACKENDS, PRECISIONS, resolve_backend, resolve_precision
 from hf_infcl.ops.sides import Rule, Side
 from hf_infcl.ops.statistics import Statistics
+from hf_infcl.ops.topk import Limits, TopK
 from hf_infcl.ops.torch_tiles import accumulator_dtype
 
 __all__ = [
     "BACKENDS",
     "PRECISIONS",
     "Engine",
+    "Limits",
     "Rule",
     "Side",
     "Statistics",
+    "TopK",
     "Weights",
     "accumulator_dtype",
     "block_gradient",

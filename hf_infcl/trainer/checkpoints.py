@@ -93,6 +93,8 @@ def bank_file(args: TrainingArguments) -> str:
 def save_bank(bank: MemoryBank | None, folder: str | Path, args: TrainingArguments) -> None:
     """Saves a memory bank, or that it is still empty."""
     state: dict[str, Any] = {} if bank is None else bank.state_dict()
+    # This process may be here before the one that makes the folder.
+    Path(folder).mkdir(parents=True, exist_ok=True)
     torch.save(state, Path(folder, bank_file(args)))
 
 
@@ -105,9 +107,10 @@ def load_bank(size: int, folder: str | Path, args: TrainingArguments) -> MemoryB
     state = torch.load(Path(folder, bank_file(args)), map_location=args.device, weights_only=True)
     if not state:
         return None
+    saved = state["_extra_state"]["size"]
+    if saved != size:
+        raise ValueError(f"the checkpoint {str(folder)!r} has memory_bank_size={saved}, this run {size}")
     images = state["_images"]
-    if len(images) != size:
-        raise ValueError(f"the checkpoint {str(folder)!r} has memory_bank_size={len(images)}, this run {size}")
     bank = MemoryBank(size, images.shape[1], dtype=images.dtype, device=args.device)
     bank.load_state_dict(state)
     return bank
