@@ -44,7 +44,7 @@ class ImageTextCollator:
     Example:
         >>> collate = ImageTextCollator(sample_processor())
         >>> {name: tuple(value.shape) for name, value in collate([pairs[0], pairs[1]]).items()}
-        {'pixel_values': (2, 3, 32, 32), 'input_ids': (2, 15), 'attention_mask': (2, 15), 'ids': (2, 2)}
+        {'pixel_values': (2, 3, 32, 32), 'input_ids': (2, 16), 'attention_mask': (2, 16), 'ids': (2, 2)}
     """
 
     def __init__(

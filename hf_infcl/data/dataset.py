@@ -56,7 +56,7 @@ class ImageTextDataset(Dataset):
     Example:
         >>> pairs = ImageTextDataset(sample_dataset("drawing", size=8))
         >>> pairs[0]["caption"], pairs[0]["image"].size
-        ('a big blue square above a large plain brown triangle, grey behind', (32, 32))
+        ('a big blue square above a large plain brown triangle on a grey background', (32, 32))
     """
 
     def __init__(

@@ -80,7 +80,7 @@ def sample_dataset(
 
     Example:
         >>> sample_dataset("photo", "test", size=3)[0]["caption"]
-        'a little striped pink square above a big brown star on a white background'
+        'two small red plain stars on white'
     """
     from datasets import Dataset, Features, List, Value
     from datasets import Image as ImageFeature
