@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hf_infcl import __version__
 from hf_infcl.hub.adapters import WEIGHTS_NAME, find_peft_model
 from hf_infcl.hub.card import RunFacts, write_model_card
 from hf_infcl.hub.plots import PLOT_NAME, plot_history
@@ -69,7 +70,7 @@ def run_facts(
         "seconds": _logged(trainer, "train_runtime"),
         "peak_memory_bytes": _peak_memory(trainer),
         "device": _device(args),
-        "versions": {"hf_infcl": version("hf-infcl"), **{name: version(name) for name in _VERSIONS}},
+        "versions": {"hf_infcl": __version__, **{name: version(name) for name in _VERSIONS}},
     }
     if peft_model is not None:
         facts["adapter"] = _adapter(peft_model.active_peft_config)

@@ -146,6 +146,6 @@ def test_a_whole_model_is_called_one():
     assert "| | this model |\n|---|---:|\n| image to text, recall@1 | 0.250 |" in text
 
 
-def test_an_unknown_fact_is_named():
+def test_an_unknown_fact_is_named(tmp_path):
     with pytest.raises(ValueError, match="a card knows no colour"):
-        write_model_card({"colour": "red"}, "nowhere")
+        write_model_card({"colour": "red"}, tmp_path)
