@@ -98,7 +98,7 @@ class MemoryBank(nn.Module):
             if tuple(value.shape) != expected:
                 raise ValueError(f"{name} must have shape {expected}, got {tuple(value.shape)}")
         if ids is not None:
-            ids = ids.reshape(len(ids), -1).to(torch.int64)
+            ids = (ids[:, None] if ids.ndim == 1 else ids).to(torch.int64)
             if len(ids) != len(image_embeds):
                 raise ValueError(f"ids must have one row for each of the {len(image_embeds)} pairs, got {len(ids)}")
         if len(self) and (ids is None) != (self._ids is None):
