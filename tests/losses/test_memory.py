@@ -1,0 +1,32 @@
+"""The losses' memory grows with n d, not with n^2."""
+
+import subprocess
+import sys
+
+import pytest
+
+# A process of its own: the peak of a process's memory never falls. The small call first pays for what every call needs.
+SCRIPT = """
+import resource, torch
+from hf_infcl import {name}
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # KiB to MiB
+
+def run(n):
+    x, y = (torch.nn.functional.normalize(torch.randn(n, 128), dim=-1).requires_grad_() for _ in range(2))
+    before = peak()
+    {name}(x, y, torch.tensor(50.0, requires_grad=True), {arguments}).backward()
+    return peak() - before - (x.grad.nbytes + y.grad.nbytes) / 2**20
+
+run(64)
+print(run(16_384))
+"""
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("contrastive_loss", ""), ("sigmoid_loss", "torch.tensor(-10.0)")])
+def test_extra_memory_at_16k_pairs_is_at_most_100_mib(name, arguments):
+    """One similarity matrix of 16,384 pairs alone is 1,024 MiB."""
+    script = SCRIPT.format(name=name, arguments=arguments)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=280, check=True)
+    assert 0 < float(done.stdout) < 100
