@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 # Takes keyword inputs of one or both sides and returns (image_embeds, text_embeds), None for a side without inputs.
@@ -268,25 +269,33 @@ class ContrastiveStep:
         """Reads one small tensor from the device, and raises where an embedding or the loss was NaN or infinite.
 
         Raises:
-            FloatingPointError: names the tower and the first row, or the loss and the scale.
+            FloatingPointError: names the tower and the first row, or the loss and the scale; with several processes on
+                each of them, what any of them found.
         """
         image_ok, text_ok, loss_ok = self._finite.tolist()
         if image_ok and text_ok and loss_ok:
             return
-        for ok, tower, embeds in (
-            (image_ok, "vision tower", self.image_embeds),
-            (text_ok, "text tower", self.text_embeds),
-        ):
-            if not ok and embeds is not None:
-                row = int((~torch.isfinite(embeds).all(dim=1)).nonzero()[0])
-                raise FloatingPointError(f"the {tower} gave a NaN or infinite embedding for {self._place(row)}")
-        scale = "none" if self.logit_scale is None else f"{self.logit_scale.item():g}"
-        raise FloatingPointError(
-            f"the loss is {self.loss.item() if self.loss is not None else None} although this process's embeddings are "
-            f"finite (logit scale {scale}): the scale, or an embedding of another process"
-        )
+        found = [
+            f"the {tower} gave a NaN or infinite embedding for {self._place(embeds)}"
+            for ok, tower, embeds in (
+                (image_ok, "vision tower", self.image_embeds),
+                (text_ok, "text tower", self.text_embeds),
+            )
+            if not ok and embeds is not None
+        ]
+        # A loss that is not finite is so on every process, so all of them come here.
+        if not loss_ok and dist.is_available() and dist.is_initialized():
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, found)
+            found = [f"process {rank}: {text}" for rank, texts in enumerate(everyone) for text in texts]
+        if not found and self.loss is not None:
+            scale = "none" if self.logit_scale is None else f"{self.logit_scale.item():g}"
+            found = [f"the loss is {self.loss.item():g} although all embeddings are finite; the logit scale is {scale}"]
+        raise FloatingPointError("; ".join(found))
 
-    def _place(self, row: int) -> str:
+    def _place(self, embeds: Tensor) -> str:
+        """The first row that is not finite, in the words of an error message."""
+        row = int((~torch.isfinite(embeds).all(dim=1)).nonzero()[0])
         micro_batch, within = 0, row
         while within >= self._sizes[micro_batch]:
             within -= self._sizes[micro_batch]

@@ -104,7 +104,7 @@ def load_bank(size: int, folder: str | Path, args: TrainingArguments) -> MemoryB
     Raises:
         ValueError: it was saved with another size.
     """
-    state = torch.load(Path(folder, bank_file(args)), map_location=args.device, weights_only=True)
+    state = torch.load(Path(folder, bank_file(args)), map_location="cpu", weights_only=True)
     if not state:
         return None
     saved = state["_extra_state"]["size"]

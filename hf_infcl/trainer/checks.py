@@ -34,10 +34,10 @@ def check_arguments(args: TrainingArguments) -> None:
             f"process for each: `accelerate launch --num_processes {args.n_gpu} <script>`, or show this process one "
             "GPU: CUDA_VISIBLE_DEVICES=0"
         )
-    if args.world_size > 1:
+    if args.auto_find_batch_size and args.world_size > 1:
         raise ValueError(
-            f"training on {args.world_size} processes is not available yet; start one: `accelerate launch "
-            "--num_processes 1`"
+            "auto_find_batch_size needs a single process: memory may run out on one and not on the others; set "
+            "per_device_train_batch_size and gradient_accumulation_steps"
         )
     if str(args.optim).rpartition(".")[2].lower() in ("lomo", "adalomo"):
         raise ValueError(
@@ -50,6 +50,15 @@ def check_arguments(args: TrainingArguments) -> None:
         raise ValueError(
             f"train_sampling_strategy={args.train_sampling_strategy!r} sorts text by length; use 'random' or "
             "'sequential'"
+        )
+
+
+def check_strategy(*, fsdp: bool, deepspeed: bool) -> None:
+    """That the weights are whole on every process, whether a sharding was asked for by the arguments or the launcher."""
+    if fsdp or deepspeed:
+        raise ValueError(
+            f"{'FSDP' if fsdp else 'DeepSpeed'} is not supported; start the processes by `accelerate launch` without "
+            "it, which trains by DistributedDataParallel"
         )
 
 

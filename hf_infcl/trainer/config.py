@@ -69,6 +69,13 @@ class InfCLConfig(TrainingArguments):
             Columns of a block in the search for hard negatives. Changes memory and speed, not the result.
         hard_negative_start (`float`, defaults to `0`):
             Step (or, below 1, share of training) from which `hard_negative` replaces plain InfoNCE.
+        absolute_margin (`float`, *optional*):
+            Candidates that score above the pair's own cosine less this margin are held for unlabelled positives and
+            left out by `hard_negative`.
+        relative_margin (`float`, *optional*):
+            The same with a margin relative to the pair's own cosine: pos - |pos| x margin.
+        max_score (`float`, *optional*):
+            Candidates that score above this cosine are left out by `hard_negative`.
         memory_bank_size (`int`, defaults to `0`):
             Pairs of earlier batches kept as further negatives; 0 for none.
         loss_block_size (`int`, *optional*):
@@ -215,6 +222,21 @@ class InfCLConfig(TrainingArguments):
     hard_negative_start: float = field(
         default=0.0,
         metadata={"help": "Step (or, below 1, share of training) from which `hard_negative` replaces plain InfoNCE."},
+    )
+    absolute_margin: float | None = field(
+        default=None,
+        metadata={
+            "help": "Candidates that score above the pair's own cosine less this margin are held for unlabelled "
+            "positives and left out by `hard_negative`."
+        },
+    )
+    relative_margin: float | None = field(
+        default=None,
+        metadata={"help": "The same with a margin relative to the pair's own cosine: pos - |pos| x margin."},
+    )
+    max_score: float | None = field(
+        default=None,
+        metadata={"help": "Candidates that score above this cosine are left out by `hard_negative`."},
     )
     memory_bank_size: int = field(
         default=0,

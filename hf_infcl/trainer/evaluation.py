@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_infcl.ring import World
 from hf_infcl.trainer.accumulation import Embed, Sides
 
 
@@ -26,6 +27,16 @@ class EmbeddedSet:
 
     def __len__(self) -> int:
         return len(self.image_embeds)
+
+    def gathered(self) -> "EmbeddedSet":
+        """The rows of all processes, one process after the other, on each of them."""
+        world = World.of(None)
+        if world.is_alone:
+            return self
+        device = self.image_embeds.device
+        sizes = tuple(world.gather(torch.tensor([len(self)], device=device), (1,) * world.size).tolist())
+        ids = None if self.ids is None else world.gather(self.ids, sizes)
+        return EmbeddedSet(world.gather(self.image_embeds, sizes), world.gather(self.text_embeds, sizes), ids)
 
 
 @torch.no_grad()

@@ -35,7 +35,15 @@ def build_loss(args: InfCLConfig, loss_type: str, *, bank: MemoryBank | None = N
         )
     if loss_type == "hard_negative":
         block_size = args.hard_negative_block_size or args.loss_block_size
-        return losses.HardNegativeLoss(args.num_hard_negatives, bank=bank, block_size=block_size, **shared)
+        return losses.HardNegativeLoss(
+            args.num_hard_negatives,
+            bank=bank,
+            block_size=block_size,
+            absolute_margin=args.absolute_margin,
+            relative_margin=args.relative_margin,
+            max_score=args.max_score,
+            **shared,
+        )
     return losses.SigmoidLoss(block_size=args.loss_block_size, **shared)
 
 
@@ -53,5 +61,7 @@ def check_loss_options(args: InfCLConfig, loss_type: str) -> None:
         raise ValueError(f"label_smoothing_factor has no effect with loss_type={loss_type!r}; set it to 0")
     if loss_type != "contrastive" and args.duplicates != "mask":
         raise ValueError(f"duplicates={args.duplicates!r} needs loss_type='contrastive'; {loss_type!r} masks them")
-    if loss_type != "hard_negative" and args.hard_negative_start:
-        raise ValueError(f"hard_negative_start has no effect with loss_type={loss_type!r}; set it to 0")
+    for name in ("hard_negative_start", "absolute_margin", "relative_margin", "max_score"):
+        unset = 0 if name == "hard_negative_start" else None
+        if loss_type != "hard_negative" and getattr(args, name) != unset:
+            raise ValueError(f"{name} has no effect with loss_type={loss_type!r}; leave it out")

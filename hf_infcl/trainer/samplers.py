@@ -41,16 +41,17 @@ class EpochSampler(Sampler[int]):
 
 
 class ContrastiveBatchSampler(Sampler[list[int]]):
-    """Cuts an epoch into contrastive batches, and each of those into micro-batches, which it yields.
+    """Cuts an epoch into contrastive batches, and yields the micro-batches of those that belong to one process.
 
-    Only whole contrastive batches are made up: rows left over at the end of an epoch, fewer than
-    `micro_batches` micro-batches or fewer than `least_rows` rows, are left out, so that every optimizer step of the
-    epoch is counted before it begins.
+    The contrastive batches are the same for any number of processes and any cut of the same size. Only whole ones are
+    made up: rows left over at the end of an epoch that do not give every micro-batch a row, or fewer than `least_rows`,
+    are left out, so that every optimizer step of the epoch is counted before it begins.
 
     Args:
         sampler: the order of the rows.
         batch_size: rows of a micro-batch.
-        micro_batches: micro-batches of a contrastive batch, over all processes.
+        micro_batches: micro-batches of a contrastive batch, on each process.
+        ranks: (this process, number of processes).
         least_rows: rows a contrastive batch needs.
         drop_last: whether a contrastive batch whose last micro-batch is short is left out as well.
     """
@@ -61,15 +62,17 @@ class ContrastiveBatchSampler(Sampler[list[int]]):
         batch_size: int,
         micro_batches: int,
         *,
+        ranks: tuple[int, int] = (0, 1),
         least_rows: int = 1,
         drop_last: bool = False,
     ):
         self.sampler, self.batch_size, self.micro_batches = sampler, batch_size, micro_batches
+        self.rank, self.world = ranks
         self.least_rows, self.drop_last = least_rows, drop_last
 
     @property
     def contrastive_batch_size(self) -> int:
-        return self.batch_size * self.micro_batches
+        return self.batch_size * self.micro_batches * self.world
 
     def set_epoch(self, epoch: int) -> None:
         self.sampler.set_epoch(epoch)
@@ -77,10 +80,11 @@ class ContrastiveBatchSampler(Sampler[list[int]]):
     def _sizes(self) -> list[int]:
         """Rows of each contrastive batch of an epoch."""
         whole, rest = divmod(len(self.sampler), self.contrastive_batch_size)
-        full_micro_batches = rest > self.batch_size * (self.micro_batches - 1)
-        if full_micro_batches and rest >= self.least_rows and not self.drop_last:
-            return [self.contrastive_batch_size] * whole + [rest]
-        return [self.contrastive_batch_size] * whole
+        sizes = [self.contrastive_batch_size] * whole
+        every_micro_batch_has_a_row = rest > self.contrastive_batch_size - self.batch_size
+        if every_micro_batch_has_a_row and rest >= self.least_rows and not self.drop_last:
+            sizes.append(rest)
+        return sizes
 
     @property
     def left_out(self) -> int:
@@ -98,27 +102,36 @@ class ContrastiveBatchSampler(Sampler[list[int]]):
             start += size
 
     def _cut(self, rows: Sequence[int]) -> Iterator[list[int]]:
-        for start in range(0, len(rows), self.batch_size):
-            yield list(rows[start : start + self.batch_size])
+        """The micro-batches of one contrastive batch that are this process's."""
+        micro_batches = [list(rows[start : start + self.batch_size]) for start in range(0, len(rows), self.batch_size)]
+        # Neighbours go to one process, so that ranks one after the other hold the batch in its order.
+        yield from micro_batches[self.rank * self.micro_batches : (self.rank + 1) * self.micro_batches]
 
 
 class NoDuplicatesBatchSampler(ContrastiveBatchSampler):
     """Contrastive batches in which no two rows share an id: no image and no caption stands in a batch twice.
 
     Rows are taken in the sampler's order; one that shares an id with its batch waits for the next. Every epoch has as
-    many batches as the first one would have without waiting for rows that fit nowhere; an epoch that runs short goes on
-    with a fresh shuffle.
+    many batches as the first one can fill; an epoch that runs short of them goes on with a fresh shuffle.
 
     Args:
         ids: gives the (n, m) integers of all rows, as they are in the sampler's epoch.
-        sampler, batch_size, micro_batches: as in `ContrastiveBatchSampler`.
+        sampler, batch_size, micro_batches, ranks: as in `ContrastiveBatchSampler`.
 
     Raises:
         ValueError: no contrastive batch without duplicates can be made up.
     """
 
-    def __init__(self, ids: Callable[[], Tensor], sampler: EpochSampler, batch_size: int, micro_batches: int):
-        super().__init__(sampler, batch_size, micro_batches, drop_last=True)
+    def __init__(
+        self,
+        ids: Callable[[], Tensor],
+        sampler: EpochSampler,
+        batch_size: int,
+        micro_batches: int,
+        *,
+        ranks: tuple[int, int] = (0, 1),
+    ):
+        super().__init__(sampler, batch_size, micro_batches, ranks=ranks, drop_last=True)
         self._ids = ids
         batches, best = self._plan(sampler.order(), self._keys())
         self._count = len(batches)
@@ -162,6 +175,9 @@ class NoDuplicatesBatchSampler(ContrastiveBatchSampler):
         made, lap = 0, 0
         while made < self._count:
             batches, _ = self._plan(self.sampler.order(lap), keys)
+            # An epoch whose captions, drawn anew, fill no batch at all would go on for ever.
+            if not batches:
+                raise RuntimeError("batch_sampler='no_duplicates' finds no batch in this epoch, unlike in the first")
             for batch in batches[: self._count - made]:
                 yield from self._cut(batch)
                 made += 1

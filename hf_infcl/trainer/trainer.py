@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer_utils import (
     EvalLoopOutput,
@@ -21,7 +22,7 @@ from transformers.trainer_utils import (
     has_length,
 )
 
-from hf_infcl.data import ImageTextCollator, ImageTextDataset, ImageTextStream
+from hf_infcl.data import ImageTextCollator
 from hf_infcl.evaluation import dataset_retrieval_metrics
 from hf_infcl.hub import find_peft_model, save_adapter, write_run
 from hf_infcl.losses import MemoryBank
@@ -39,6 +40,7 @@ from hf_infcl.trainer.callbacks import DatasetEpoch, FillMemoryBank, LogitScaleC
 from hf_infcl.trainer.checkpoints import check_checkpoint, load_bank, save_bank
 from hf_infcl.trainer.config import InfCLConfig
 from hf_infcl.trainer.evaluation import EmbeddedSet, embed_set
+from hf_infcl.trainer.loaders import WholeGroups, as_pairs, eval_loader, pins_memory, train_loader
 from hf_infcl.trainer.preparation import (
     load_model,
     load_processor,
@@ -47,7 +49,6 @@ from hf_infcl.trainer.preparation import (
     set_locked_towers_eval,
     sides_of,
 )
-from hf_infcl.trainer.samplers import ContrastiveBatchSampler, EpochSampler, NoDuplicatesBatchSampler
 
 logger = logging.getLogger(__name__)
 
@@ -143,8 +144,8 @@ class InfCLTrainer(Trainer):
             model=module,
             args=args,
             data_collator=data_collator,
-            train_dataset=self._as_pairs(train_dataset, args, evaluated=False) if wraps_rows else train_dataset,
-            eval_dataset=self._as_pairs(eval_dataset, args, evaluated=True) if wraps_rows else eval_dataset,
+            train_dataset=as_pairs(train_dataset, args, evaluated=False) if wraps_rows else train_dataset,
+            eval_dataset=as_pairs(eval_dataset, args, evaluated=True) if wraps_rows else eval_dataset,
             processing_class=processing_class,
             model_init=model_init,
             compute_metrics=compute_metrics,
@@ -173,6 +174,8 @@ class InfCLTrainer(Trainer):
         self._eval_loss = self._make_loss(loss)
         self._step: ContrastiveStep | None = None
         self._position = 0
+        # What the loss says of each step since the last line of the log, such as how much of the search was skipped.
+        self._loss_stats: dict[str, list[Tensor]] = defaultdict(list)
         self._said_dropped = self._said_repeats = False
         # A softmax over one candidate has nothing to learn from.
         is_softmax = self.loss_type in objective.SOFTMAX_LOSS_TYPES
@@ -198,6 +201,7 @@ class InfCLTrainer(Trainer):
         return objective.build_loss(self.args, self.loss_type)
 
     def _check_start(self, args: InfCLConfig) -> None:
+        checks.check_strategy(fsdp=self.is_fsdp_enabled, deepspeed=self.is_deepspeed_enabled)
         checks.check_scale(self.model)
         checks.check_trainable(self.model, self.loss_type)
         checks.check_train_dataset(args, self.train_dataset, self._least_rows)
@@ -219,92 +223,17 @@ class InfCLTrainer(Trainer):
 
     # ---- Data ----
 
-    def _as_pairs(self, dataset: Any, args: InfCLConfig, *, evaluated: bool) -> Any:
-        """A table with image and caption columns becomes a data set of pairs; anything else stays what it is."""
-        import datasets
-
-        if isinstance(dataset, dict):
-            return {name: self._as_pairs(one, args, evaluated=evaluated) for name, one in dataset.items()}
-        if not isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
-            return dataset
-        # A set that is evaluated has to be the same every time, and the usual recalls count every caption.
-        captions = "expand" if evaluated and args.captions == "draw" else args.captions
-        seed = args.seed if args.data_seed is None else args.data_seed
-        return (ImageTextDataset if isinstance(dataset, datasets.Dataset) else ImageTextStream)(
-            dataset,
-            args.image_column,
-            args.caption_column,
-            captions=captions,
-            empty_captions=args.empty_captions,
-            on_bad_image=args.on_bad_image,
-            seed=seed,
-        )
-
-    def _loader_options(self) -> dict[str, Any]:
-        return {
-            "collate_fn": self.data_collator,
-            "num_workers": self.args.dataloader_num_workers,
-            "pin_memory": self._pins_memory,
-            "persistent_workers": self.args.dataloader_persistent_workers,
-            "multiprocessing_context": self.args.dataloader_multiprocessing_context,
-            "prefetch_factor": self.args.dataloader_prefetch_factor,
-        }
-
-    @property
-    def _pins_memory(self) -> bool:
-        return self.args.dataloader_pin_memory and self.args.device.type == "cuda"
-
     def get_train_dataloader(self) -> DataLoader:
         """The micro-batches of whole contrastive batches, left on the host: a step's pixels need not fit the GPU."""
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset")
-        options = self._loader_options()
-        if isinstance(self.train_dataset, IterableDataset):
-            loader = DataLoader(
-                self.train_dataset,
-                batch_size=self._train_batch_size,
-                drop_last=self.args.dataloader_drop_last,
-                **options,
-            )
-        else:
-            loader = DataLoader(self.train_dataset, batch_sampler=self._batch_sampler(), **options)
-        return self.accelerator.prepare_data_loader(loader, device_placement=False)
-
-    def _batch_sampler(self) -> ContrastiveBatchSampler:
-        args = self.args
-        seed = args.data_seed if args.data_seed is not None else args.seed
-        shuffle = args.train_sampling_strategy != "sequential"
-        sampler = EpochSampler(len(self.train_dataset), seed, shuffle=shuffle)
-        micro_batches = args.gradient_accumulation_steps * args.world_size
-        if args.batch_sampler == "no_duplicates":
-            return NoDuplicatesBatchSampler(self._train_ids, sampler, self._train_batch_size, micro_batches)
-        batch_sampler = ContrastiveBatchSampler(
-            sampler,
-            self._train_batch_size,
-            micro_batches,
+        return train_loader(
+            self.train_dataset,
+            self.args,
+            self.data_collator,
+            batch_size=self._train_batch_size,
             least_rows=self._least_rows,
-            # Ranks of one micro-batch have equally many rows.
-            drop_last=args.dataloader_drop_last or args.world_size > 1,
         )
-        if batch_sampler.left_out:
-            logger.warning(
-                "%d of %d rows are left over in each epoch: they make no contrastive batch of %d",
-                batch_sampler.left_out,
-                len(self.train_dataset),
-                args.contrastive_batch_size,
-            )
-        return batch_sampler
-
-    def _train_ids(self) -> Tensor:
-        """The ids of all rows, (n, m), without reading their pictures."""
-        ids_of = getattr(self.train_dataset, "ids", None)
-        if not callable(ids_of):
-            raise ValueError(
-                "batch_sampler='no_duplicates' needs the ids of all rows beforehand: train_dataset has no method "
-                f"ids(index) (it is a {type(self.train_dataset).__name__})"
-            )
-        ids = torch.tensor([ids_of(index) for index in range(len(self.train_dataset))])
-        return ids.reshape(len(ids), -1)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Every row of the set once, in order; `dataloader_drop_last` is for training."""
@@ -313,8 +242,9 @@ class InfCLTrainer(Trainer):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ValueError("evaluation needs an eval_dataset")
-        dataset = self._as_pairs(dataset, self.args, evaluated=True) if self._wraps_rows else dataset
-        return DataLoader(dataset, batch_size=self.args.eval_batch_size, **self._loader_options())
+        if self._wraps_rows:
+            dataset = as_pairs(dataset, self.args, evaluated=True)
+        return eval_loader(dataset, self.args, self.data_collator)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """As `get_eval_dataloader`."""
@@ -323,7 +253,7 @@ class InfCLTrainer(Trainer):
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple:
         """Counts whole contrastive batches only: an epoch's short last group is dropped, so it is no step."""
         if has_length(dataloader):
-            dataloader = _WholeGroups(dataloader, args.gradient_accumulation_steps)
+            dataloader = WholeGroups(dataloader, args.gradient_accumulation_steps)
         return super().set_initial_training_values(args, dataloader)
 
     def get_batch_samples(
@@ -453,6 +383,8 @@ class InfCLTrainer(Trainer):
         )
         with self.compute_loss_context_manager():
             step.begin()
+        for name, value in getattr(self.loss, "last_stats", {}).items():
+            self._loss_stats[name].append(value)
         if not self._said_repeats:
             self._said_repeats = self._report_repeats(step.ids)
         self._clock.count(step.rows * self.args.world_size)
@@ -543,7 +475,7 @@ class InfCLTrainer(Trainer):
         return next((line for line in lines if any(name.startswith("eval_") for name in line)), {})
 
     def _to_device(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: value.to(self.args.device, non_blocking=self._pins_memory) for name, value in inputs.items()}
+        return {name: value.to(self.args.device, non_blocking=pins_memory(self.args)) for name, value in inputs.items()}
 
     def compute_loss(
         self,
@@ -576,6 +508,9 @@ class InfCLTrainer(Trainer):
 
     def _training_figures(self) -> dict[str, float]:
         figures = self._clock.take()
+        for name, values in self._loss_stats.items():
+            figures[name] = torch.stack(values).mean().item()
+        self._loss_stats.clear()
         if logit_scale_parameter(self.model) is not None:
             figures["logit_scale"] = logit_scale(self.model).item()
         bias = logit_bias_parameter(self.model)
@@ -611,7 +546,11 @@ class InfCLTrainer(Trainer):
                 to_device=self._to_device,
                 after_batch=self._after_prediction,
             )
-            metrics = self._evaluation_metrics(model, embedded)
+            loss = self._evaluation_loss(model, embedded)
+            # The recalls need every candidate beside every query; what travels for that is (rows, D) once.
+            embedded = embedded.gathered()
+            retrieval = dataset_retrieval_metrics(embedded.image_embeds, embedded.text_embeds, embedded.ids)
+        metrics: dict[str, Any] = {"loss": loss, **retrieval}
         predictions: Any = None
         ids: Any = None
         if self.compute_metrics is not None or not prediction_loss_only:
@@ -640,7 +579,8 @@ class InfCLTrainer(Trainer):
         self.control: Any = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
     @torch.no_grad()
-    def _evaluation_metrics(self, model: nn.Module, embedded: EmbeddedSet) -> dict[str, float]:
+    def _evaluation_loss(self, model: nn.Module, embedded: EmbeddedSet) -> float:
+        """The loss of the whole set, over all processes."""
         base = unwrap(model)
         bias = logit_bias_parameter(base)
         loss = _as_callable(self._eval_loss)(
@@ -650,19 +590,7 @@ class InfCLTrainer(Trainer):
             None if bias is None else bias.float(),
             embedded.ids,
         )
-        metrics = dataset_retrieval_metrics(embedded.image_embeds, embedded.text_embeds, embedded.ids)
-        return {"loss": loss.item(), **metrics}
-
-
-class _WholeGroups:
-    """A loader's length, rounded down to whole groups of micro-batches."""
-
-    def __init__(self, loader: Any, group: int):
-        self.dataset = loader.dataset
-        self._length = len(loader) // group * group
-
-    def __len__(self) -> int:
-        return self._length
+        return loss.item()
 
 
 def _embedder(model: nn.Module) -> Embed:

@@ -1,0 +1,166 @@
+"""Several processes train as one: the same trajectory, the same evaluation, and they stop together."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.processes import ProcessesError, run_processes
+from tests.trainer.helpers import Rows, dropout_clip, lora, parameters, trainer
+
+pytestmark = pytest.mark.distributed
+
+
+def train(rank: int, world: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Trains 24 pairs a step, however many processes and micro-batches there are."""
+    options = dict(options)
+    adapter = options.pop("adapter", None)
+    rows = options.pop("rows", 48)
+    torch.manual_seed(1)
+    run = trainer(
+        Path(folder),
+        train_dataset=Rows(rows),
+        eval_dataset=Rows(7),
+        per_device_eval_batch_size=2,
+        peft_config=None if adapter is None else lora(**adapter),
+        train_logit_scale=True,
+        gradient_accumulation_steps=24 // (4 * world),
+        **{"optim": "sgd", "learning_rate": 0.05, "max_steps": 10, **options},
+    )
+    run.train()
+    return {
+        "parameters": parameters(run.model),
+        "log": [
+            (line["loss"], line["grad_norm"], line["logit_scale"], line["contrastive_batch_size"])
+            for line in run.state.log_history
+            if "loss" in line
+        ],
+        "evaluation": {
+            name: value for name, value in run.evaluate().items() if "second" not in name and "runtime" not in name
+        },
+        "predictions": len(run.predict(Rows(7)).label_ids),
+        "bank": None if run.memory_bank is None else run.memory_bank.ids.tolist(),
+    }
+
+
+def together(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The ranks' common result; their weights are bit-equal."""
+    for other in results[1:]:
+        for name, value in results[0]["parameters"].items():
+            assert torch.equal(value, other["parameters"][name]), name
+        assert other["log"] == results[0]["log"]
+        assert other["evaluation"] == results[0]["evaluation"]
+    return results[0]
+
+
+CASES = {
+    "full": {},
+    "lora": {"adapter": {}},
+    "frozen tower": {"freeze_vision_model": True},
+    "memory bank": {"memory_bank_size": 20},
+    "hard negatives": {"loss_type": "hard_negative", "num_hard_negatives": 5},
+    "rows left over": {"rows": 47, "num_train_epochs": 4, "max_steps": -1},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_1_2_and_3_processes_follow_one_trajectory(tmp_path, case):
+    options = CASES[case]
+    alone = train(0, 1, str(tmp_path), options)
+    worlds = (2, 3) if case == "full" else (2,)
+    for world in worlds:
+        results = run_processes(train, world, args=(str(tmp_path), options))
+        found = together(results)
+        torch.testing.assert_close(torch.tensor(found["log"]), torch.tensor(alone["log"]), rtol=1e-5, atol=1e-5)
+        for name, value in alone["parameters"].items():
+            torch.testing.assert_close(found["parameters"][name], value, rtol=1e-5, atol=1e-5)
+        assert found["predictions"] == alone["predictions"] == 7
+        for name, value in alone["evaluation"].items():
+            assert found["evaluation"][name] == pytest.approx(value, rel=1e-5), name
+        if alone["bank"] is not None:
+            assert sorted(row for result in results for row in result["bank"]) == sorted(alone["bank"])
+
+
+def spoilt(rank: int, world: int, folder: str) -> str:
+    run = trainer(Path(folder), gradient_accumulation_steps=2, train_sampling_strategy="sequential")
+    before = parameters(run.model)
+
+    def spoil(module, args, output):
+        if rank == 1 and module.training:
+            output["text_embeds"] = output["text_embeds"] * torch.nan
+        return output
+
+    run.model.register_forward_hook(spoil)
+    with pytest.raises(FloatingPointError) as error:
+        run.train()
+    assert all(torch.equal(before[name], value) for name, value in parameters(run.model).items())
+    return str(error.value)
+
+
+def test_nan_on_one_process_stops_all_before_the_step_and_names_it(tmp_path):
+    messages = run_processes(spoilt, 2, args=(str(tmp_path),))
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("process 1: the text tower gave a NaN or infinite embedding for row 0")
+
+
+def counted(rank: int, world: int, folder: str) -> list[int]:
+    """How many collectives over gradients a step has: DDP's buckets are reduced in its hook."""
+    run = trainer(Path(folder), gradient_accumulation_steps=4, max_steps=3)
+    calls: list[int] = []
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    def hook(state, bucket):
+        calls.append(run.state.global_step)
+        return allreduce_hook(state, bucket)
+
+    prepare = run._prepare_for_training
+
+    def prepared(*args):
+        result = prepare(*args)
+        run.model_wrapped.register_comm_hook(None, hook)
+        return result
+
+    run._prepare_for_training = prepared
+    run.train()
+    return calls
+
+
+def test_gradients_are_reduced_once_a_step(tmp_path):
+    calls = run_processes(counted, 2, args=(str(tmp_path),))
+    # The tiny model's gradients fit one bucket.
+    assert calls[0] == calls[1] == [0, 1, 2]
+
+
+def resumed(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
+    finished = []
+    for name, checkpoint in (("whole", None), ("again", "checkpoint-2")):
+        torch.manual_seed(1)
+        run = trainer(
+            Path(folder, name),
+            dropout_clip(),
+            per_device_train_batch_size=2,
+            max_steps=5,
+            save_strategy="steps",
+            save_steps=2,
+            memory_bank_size=6,
+            peft_config=lora(lora_dropout=0.5),
+        )
+        run.train(None if checkpoint is None else str(Path(folder, "whole", checkpoint)))
+        finished.append(parameters(run.model))
+    assert all(torch.equal(finished[0][name], finished[1][name]) for name in finished[0])
+    return finished[0]
+
+
+def test_resuming_on_two_processes_is_exact(tmp_path):
+    first, second = run_processes(resumed, 2, args=(str(tmp_path),))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def too_few(rank: int, world: int, folder: str) -> None:
+    trainer(Path(folder), eval_dataset=Rows(1)).evaluate()
+
+
+def test_fewer_evaluation_rows_than_processes_are_refused(tmp_path):
+    with pytest.raises(ProcessesError, match="1 rows, fewer than the 2 processes"):
+        run_processes(too_few, 2, args=(str(tmp_path),))
