@@ -112,7 +112,7 @@ class _Exchange:
                     self._peers.append(peer)
         self._world = world
         self._sent = send  # not to be freed while under way
-        self.received = tuple(receive)
+        self._received = tuple(receive)
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> tuple[Tensor, ...]:
@@ -121,8 +121,8 @@ class _Exchange:
         peers = self._peers if len(self._works) == len(self._peers) else [self._world.preceding]
         for peer, work in zip(peers, self._works, strict=True):
             wait_for(work, peer, self._world)
-        self._sent = ()
-        return self.received
+        received, self._sent, self._received, self._works = self._received, (), (), []
+        return received
 
 
 def _hop(layout: Layout, mine: _Baggage, visit: Visit, merge: Merge) -> Yield:
@@ -145,8 +145,12 @@ def _hop(layout: Layout, mine: _Baggage, visit: Visit, merge: Merge) -> Yield:
                 on_its_way = None  # frees what has been merged before room for the next is made
             # The last step's follower is this rank: what arrives then has been to everyone.
             rows = layout.batch_sizes[follower]
-            receive = [tensor.new_empty(rows, *tensor.shape[1:]) for tensor in made]
-            on_its_way = _Exchange(world, [tensor.contiguous() for tensor in made], receive, _YIELD_TAG)
+            on_its_way = _Exchange(
+                world,
+                [tensor.contiguous() for tensor in made],
+                [tensor.new_empty(rows, *tensor.shape[1:]) for tensor in made],
+                _YIELD_TAG,
+            )
         del made
         if arriving is not None:
             here, exchange = arriving

@@ -1,0 +1,53 @@
+"""What a rank holds does not grow with the number of ranks: its allocations are counted."""
+
+import os
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from hf_infcl import contrastive_loss, sigmoid_loss
+from tests import oracles
+from tests.processes import run_processes
+
+pytestmark = pytest.mark.distributed
+
+ROWS, D = 256, 64
+
+
+def peak_and_largest(step) -> tuple[int, int]:
+    """Most bytes held at a time on top of what was there before, and the largest single allocation."""
+    step()  # connections and caches of the first call
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        step()
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = largest = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak, largest = max(peak, held), max(largest, event.nbytes())
+    return peak, largest
+
+
+def _count(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
+    os.environ["HF_INFCL_GATHER_BELOW"] = "0"
+    x, y = (side.float().requires_grad_() for side in oracles.pairs("random", ROWS, D, rank))
+    scale, bias = torch.tensor(9.0, requires_grad=True), torch.tensor(-3.0, requires_grad=True)
+    ids = torch.arange(ROWS) + rank * ROWS
+    options = dict(ids=ids, block_size=64)
+    return {
+        "contrastive": peak_and_largest(lambda: contrastive_loss(x, y, scale, **options).backward()),
+        "sigmoid": peak_and_largest(lambda: sigmoid_loss(x, y, scale, bias, **options).backward()),
+    }
+
+
+def test_allocations_do_not_grow_with_the_number_of_ranks():
+    # From four ranks on there is a step at which everything that can be under way is.
+    four, five = (run_processes(_count, world_size)[0] for world_size in (4, 5))
+    local = ROWS * D * 4
+    for loss in four:
+        peak, largest = five[loss]
+        assert peak == pytest.approx(four[loss][0], rel=0.01), loss
+        # No single thing is larger than the embeddings of one rank. There are: both gradients, the visiting and the
+        # arriving texts, their gradient here, on its way out and on its way in; and the scratch of one chunk.
+        assert largest <= local, loss
+        assert peak <= 9 * local, loss
