@@ -1,0 +1,37 @@
+"""The demo, made small: everything is written, and a fresh process that knows no hf_infcl loads it."""
+
+from huggingface_hub import ModelCard
+from PIL import Image
+
+from hf_infcl.cli.demo import Sizes, dense_loss_bytes, report, run_demo, tiny_clip
+from hf_infcl.data import sample_processor
+
+
+def test_a_small_demo_runs_from_end_to_end(tmp_path, capfd):
+    sizes = Sizes(train_rows=128, eval_rows=16, base_batch=16, base_steps=2, accumulation=2, adapter_steps=1)
+    result = run_demo(tmp_path / "out", sizes=sizes)
+    report(result)
+    shown = capfd.readouterr().out
+    assert "<- its own" in shown  # said by the fresh process
+    assert "image to text, recall@10" in shown
+    assert "hf-infcl train --model_name_or_path openai/clip-vit-base-patch32" in shown
+    assert result["contrastive_batch_size"] == 128
+    assert set(result["before"]) == set(result["after"])
+
+    adapter = tmp_path / "out" / "adapter"
+    card = ModelCard.load(adapter / "README.md")
+    assert card.data.library_name == "peft"
+    assert "128 pairs = 64 a micro-batch x 2 accumulated x 1 process" in card.text
+    assert str(tmp_path) not in card.content
+    assert Image.open(adapter / "curves.png").size[0] > 1000
+    for folder in (adapter, tmp_path / "out" / "base"):
+        assert (folder / "tokenizer.json").exists()
+
+
+def test_the_base_is_tiny():
+    model = tiny_clip(sample_processor())
+    assert sum(parameter.numel() for parameter in model.parameters()) <= 3_000_000
+
+
+def test_the_dense_loss_is_counted_with_all_its_matrices():
+    assert dense_loss_bytes(8192) == 2**30
