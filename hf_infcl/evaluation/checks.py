@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_infcl.ring.world import World
+
 
 def as_embeddings(value: Any, name: str) -> Tensor:
     """Embeddings as a tensor of shape (n, d), n and d at least 1.
@@ -59,16 +61,22 @@ def check_ks(ks: Sequence[int]) -> list[int]:
     return sorted(set(values))
 
 
-def check_finite(embeds: Tensor, name: str) -> None:
+def check_finite(embeds: Tensor, name: str, world: World = World()) -> None:  # noqa: B008 - frozen
     """Every embedding is a number: NaN compares as neither better nor worse, and a metric of it would look like a
     result.
 
     Raises:
-        ValueError: naming the side and the first row.
+        ValueError: on every process; names the side, and each process with its first row.
     """
     bad = ~embeds.isfinite().all(dim=1)
-    if bad.any():
-        rows = bad.nonzero().flatten()
-        raise ValueError(
-            f"{name}: {len(rows)} of {len(embeds)} embeddings are NaN or infinite, the first in row {rows[0].item()}"
-        )
+    # How many, and which is the first; argmax of none is row 0, which no one looks at.
+    first = bad.int().argmax() if len(bad) else bad.sum()
+    found = world.gather(torch.stack([bad.sum(), torch.full_like(first, len(bad)), first])[None], (1,) * world.size)
+    places = [
+        f"{count} of {n} embeddings{'' if world.is_alone else f' on rank {rank}'} are NaN or infinite, the first in "
+        f"row {row}"
+        for rank, (count, n, row) in enumerate(found.tolist())
+        if count
+    ]
+    if places:
+        raise ValueError(f"{name}: " + "; ".join(places))

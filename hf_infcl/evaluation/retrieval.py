@@ -2,7 +2,9 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from hf_infcl.evaluation.checks import as_embeddings, as_ids, check_finite, check_ks, check_same_space
 from hf_infcl.evaluation.relations import PairList, Relation, SameIds
 from hf_infcl.evaluation.sweep import rank_sweep
+from hf_infcl.ring.layout import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +28,7 @@ def retrieval_metrics(
     text_ids: Any = None,
     ks: Sequence[int] = DEFAULT_KS,
     block_size: int | None = None,
+    group: Any = False,
 ) -> dict[str, float]:
     """Image-to-text and text-to-image retrieval over the whole pool, without the n x p score matrix.
 
@@ -41,6 +45,8 @@ def retrieval_metrics(
         text_ids: (p,) or (p, m) integers; given exactly when `image_ids` is.
         ks: the k of recall@k. A k as large as the pool gives 1.0, which is said once in the log.
         block_size: rows and columns of a block of scores; default by device.
+        group: the process group that shares the pool, where each process passes images and texts of its own and all
+            get the same metrics; None: the default group where one is initialised; False: this process has it all.
 
     Returns:
         "image_to_text/recall@k" (share of the images whose best positive is among the k best texts),
@@ -63,24 +69,32 @@ def retrieval_metrics(
     text_embeds = as_embeddings(text_embeds, "text_embeds")
     check_same_space(image_embeds, text_embeds, "image_embeds", "text_embeds")
     n, p, device = image_embeds.shape[0], text_embeds.shape[0], image_embeds.device
+    ks = check_ks(ks)
     if (image_ids is None) != (text_ids is None):
         missing = "image_ids" if image_ids is None else "text_ids"
         raise ValueError(f"image_ids and text_ids go together: {missing} is missing")
-    if image_ids is None or text_ids is None:
-        if n != p:
+    if image_ids is not None and text_ids is not None:
+        image_ids, text_ids = as_ids(image_ids, n, "image_ids", device), as_ids(text_ids, p, "text_ids", device)
+        if image_ids.shape[1] != text_ids.shape[1]:
             raise ValueError(
-                f"without ids the i-th image belongs to the i-th text, but there are {n} images and {p} texts; "
-                "pass image_ids and text_ids"
+                f"image_ids have {image_ids.shape[1]} columns and text_ids {text_ids.shape[1]}; "
+                "they are compared column by column"
             )
-        image_ids = text_ids = torch.arange(n)
-    image_ids = as_ids(image_ids, n, "image_ids", device)
-    text_ids = as_ids(text_ids, p, "text_ids", device)
-    if image_ids.shape[1] != text_ids.shape[1]:
+    elif n != p:
         raise ValueError(
-            f"image_ids have {image_ids.shape[1]} columns and text_ids {text_ids.shape[1]}; "
-            "they are compared column by column"
+            f"without ids the i-th image belongs to the i-th text, but there are {n} images and {p} texts; "
+            "pass image_ids and text_ids"
         )
-    return _metrics(image_embeds, text_embeds, SameIds(image_ids, text_ids), check_ks(ks), block_size)
+    options = _agreement("retrieval_metrics", image_embeds, image_ids, ks)
+    images, texts = (Layout.of(group, rows, 0, device, options) for rows in (n, p))
+    if image_ids is None or text_ids is None:
+        first = images.offset(images.world.rank)
+        image_ids = text_ids = torch.arange(first, first + n, device=device)[:, None]
+    # Numbers, unlike embeddings, are small enough for every process to have them all.
+    relation = SameIds(
+        images.world.gather(image_ids, images.batch_sizes), texts.world.gather(text_ids, texts.batch_sizes)
+    )
+    return _metrics(image_embeds, text_embeds, relation, ks, block_size, images, texts)
 
 
 def dataset_retrieval_metrics(
@@ -90,6 +104,7 @@ def dataset_retrieval_metrics(
     *,
     ks: Sequence[int] = DEFAULT_KS,
     block_size: int | None = None,
+    group: Any = False,
 ) -> dict[str, float]:
     """Retrieval metrics of a data set given as (image, caption) rows, in which images and captions may repeat.
 
@@ -104,6 +119,8 @@ def dataset_retrieval_metrics(
             distinct.
         ks: as in `retrieval_metrics`.
         block_size: as in `retrieval_metrics`.
+        group: as in `retrieval_metrics`; each process passes rows of its own. An image or caption that stands in rows
+            of several processes counts once.
 
     Returns:
         The dictionary of `retrieval_metrics`.
@@ -117,32 +134,69 @@ def dataset_retrieval_metrics(
     n, device = image_embeds.shape[0], image_embeds.device
     if text_embeds.shape[0] != n:
         raise ValueError(f"rows are pairs, but there are {n} image_embeds and {text_embeds.shape[0]} text_embeds")
-    ids = as_ids(torch.arange(n) if ids is None else ids, n, "ids", device)
-    if ids.shape[1] > 2:
-        raise ValueError(f"ids has {ids.shape[1]} columns; expected (image id, caption id)")
-    images, image_of_row = _first_rows(ids[:, 0])
-    texts, text_of_row = _first_rows(ids[:, -1])
+    ks = check_ks(ks)
+    if ids is not None:
+        ids = as_ids(ids, n, "ids", device)
+        if ids.shape[1] > 2:
+            raise ValueError(f"ids has {ids.shape[1]} columns; expected (image id, caption id)")
+    rows = Layout.of(group, n, 0, device, _agreement("dataset_retrieval_metrics", image_embeds, ids, ks))
+    all_ids = (
+        torch.arange(rows.rows, device=device)[:, None] if ids is None else rows.world.gather(ids, rows.batch_sizes)
+    )
+    images, image_of_row = _first_rows(all_ids[:, 0])
+    texts, text_of_row = _first_rows(all_ids[:, -1])
+    (own_images, image_layout), (own_texts, text_layout) = (_own_part(first, rows) for first in (images, texts))
     relation = PairList(image_of_row, text_of_row)
-    return _metrics(image_embeds[images], text_embeds[texts], relation, check_ks(ks), block_size)
+    return _metrics(
+        image_embeds[own_images], text_embeds[own_texts], relation, ks, block_size, image_layout, text_layout
+    )
+
+
+def _agreement(name: str, embeds: Tensor, ids: Tensor | None, ks: list[int]) -> dict[str, object]:
+    columns = None if ids is None else ids.shape[1]
+    dtype = str(embeds.dtype).removeprefix("torch.")
+    return {"function": name, "width": embeds.shape[1], "dtype": dtype, "columns of ids": columns, "ks": ks}
 
 
 def _first_rows(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """For every distinct id the first row that has it, and for every row the place of its id among those."""
+    """For every distinct id the first row that has it, ascending, and for every row the place of its id's among those.
+
+    Ascending, so that the rows of one process stand together.
+    """
     distinct, place = torch.unique(ids, return_inverse=True)
     rows = torch.arange(len(ids), device=ids.device)
     first = torch.full_like(distinct, len(ids)).scatter_reduce(0, place, rows, "amin")
-    return first, place
+    order = first.argsort()
+    new_place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=ids.device))
+    return first[order], new_place[place]
+
+
+def _own_part(first: Tensor, rows: Layout) -> tuple[Tensor, Layout]:
+    """Which of the pool's rows this process has, by its own numbering, and where everybody's stand in the pool."""
+    bounds = [rows.offset(rank) for rank in range(rows.world.size + 1)]
+    ends = torch.searchsorted(first, torch.tensor(bounds, device=first.device)).tolist()
+    sizes = tuple(end - start for start, end in pairwise(ends))
+    rank = rows.world.rank
+    return first[ends[rank] : ends[rank + 1]] - bounds[rank], replace(rows, batch_sizes=sizes)
 
 
 def _metrics(
-    images: Tensor, texts: Tensor, relation: Relation, ks: list[int], block_size: int | None
+    images: Tensor,
+    texts: Tensor,
+    relation: Relation,
+    ks: list[int],
+    block_size: int | None,
+    image_layout: Layout,
+    text_layout: Layout,
 ) -> dict[str, float]:
-    check_finite(images, "image_embeds")
-    check_finite(texts, "text_embeds")
-    ranks = rank_sweep(images, texts, relation, block_size)
+    world = image_layout.world
+    check_finite(images, "image_embeds", world)
+    check_finite(texts, "text_embeds", world)
+    offset = image_layout.offset(world.rank)
+    ranks = rank_sweep(images, texts, relation, block_size, row_offset=offset, layout=text_layout)
     metrics = {
-        **_direction("image_to_text", ranks.rows, len(texts), ks),
-        **_direction("text_to_image", ranks.cols, len(images), ks),
+        **_direction("image_to_text", world.gather(ranks.rows, image_layout.batch_sizes), text_layout.rows, ks),
+        **_direction("text_to_image", world.gather(ranks.cols, text_layout.batch_sizes), image_layout.rows, ks),
     }
     for k in ks:
         metrics[f"mean_recall@{k}"] = (metrics[f"image_to_text/recall@{k}"] + metrics[f"text_to_image/recall@{k}"]) / 2
