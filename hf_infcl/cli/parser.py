@@ -124,4 +124,7 @@ class RecipeParser(HfArgumentParser):
             required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
             if required and field.name not in values:
                 raise RecipeError(f"{field.name} is missing: give --{field.name} or put it into the recipe")
-        return kind(**{field.name: values[field.name] for field in fields if field.name in values})
+        try:
+            return kind(**{field.name: values[field.name] for field in fields if field.name in values})
+        except ValueError as error:  # what the dataclass itself refuses
+            raise RecipeError(str(error)) from error

@@ -1,0 +1,113 @@
+"""Every recipe parses, names only what exists, and the script they belong to runs under accelerate."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+from hf_infcl.cli.train import main, make_parser, run
+from tests.tiny import save_tiny
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+# What a recipe leaves to the command line.
+GIVEN = {"model_name_or_path": "some/model", "dataset_name": "some/dataset", "output_dir": "outputs/some"}
+# These say bf16, which needs a device that has it; on the machine that parses them here it is switched off.
+HERE = ["--bf16", "false", "--use_cpu"]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_says_what_its_dataclasses_hold(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = yaml.safe_load(path.read_text())
+    missing = [word for name, value in GIVEN.items() if name not in said for word in (f"--{name}", value)]
+    script_args, training_args, model_args = make_parser().parse(["--config", str(path), *missing, *HERE])
+    assert training_args.contrastive_batch_size >= 256
+    if said.get("load_best_model_at_end"):
+        assert training_args.metric_for_best_model == "mean_recall@1"
+    assert training_args.learning_rate == float(said["learning_rate"])
+    assert model_args.use_peft == said.get("use_peft", False)
+    assert script_args.dataset_train_split == "train"
+    assert f"accelerate launch recipes/finetune_clip.py --config recipes/{path.name}" in path.read_text()
+
+
+def small_run(tmp_path, **changes):
+    """Arguments of a run of seconds on the built-in scenes."""
+    options = {
+        "model_name_or_path": save_tiny("clip", tmp_path / "base"),
+        "dataset_name": "sample:photo:16",
+        "output_dir": tmp_path / "out",
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 2,
+        "learning_rate": "1e-3",
+        "logging_steps": 1,
+        "report_to": "none",
+        "use_cpu": True,
+        "use_peft": True,
+        "lora_r": 2,
+        "lora_dropout": 0.0,
+        **changes,
+    }
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def test_a_recipe_run_writes_adapter_processor_card_and_curves(tmp_path):
+    metrics = main(*make_parser().parse(small_run(tmp_path)))
+    assert 0 <= metrics["eval_mean_recall@1"] <= 1
+    out = tmp_path / "out"
+    for name in ("adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "curves.png", "README.md"):
+        assert (out / name).exists(), name
+    card = ModelCard.load(out / "README.md")
+    assert str(tmp_path) not in card.content
+    assert "| | base model | this model |" in card.text
+    assert "8 pairs = 4 a micro-batch x 2 accumulated x 1 process" in card.text
+    assert "sample:photo:16" in card.text
+    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] is None
+
+
+def test_a_run_without_an_evaluation_split(tmp_path):
+    options = small_run(tmp_path, dataset_test_split="none", max_train_samples=8, max_steps=1)
+    assert main(*make_parser().parse(options)) == {}
+    assert "## Results" not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_evaluations_without_a_split_are_refused(tmp_path):
+    options = small_run(tmp_path, dataset_test_split="none", eval_strategy="steps")
+    with pytest.raises(ValueError, match="dataset_test_split is none"):
+        main(*make_parser().parse(options))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("loss_type", "contrastiv", "loss_type"),
+        ("gradient_accumulation_steps", 0, "gradient_accumulation_steps must be an integer >= 1, got 0"),
+        ("learning_rate", "fast", "learning_rate.*invalid float value: 'fast'"),
+    ],
+)
+def test_a_value_that_cannot_be_is_said_in_one_line(tmp_path, option, value, said, capsys):
+    options = small_run(tmp_path, **{option: value})
+    capsys.readouterr()
+    assert run(options) == 2
+    error = capsys.readouterr().err
+    assert re.search(said, error)
+    assert error.count("\n") == 1
+
+
+def test_the_script_runs_under_accelerate_launch(tmp_path):
+    config = ROOT / "recipes" / "accelerate" / "single.yaml"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "--cpu"]
+    script = [str(ROOT / "recipes" / "finetune_clip.py"), *small_run(tmp_path, max_steps=1, evaluate_base=False)]
+    # Started from elsewhere: nothing may depend on the working directory.
+    done = subprocess.run(
+        [*command, *script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=240, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    assert (tmp_path / "out" / "README.md").exists()
