@@ -33,10 +33,17 @@ class EmbeddedSet:
         world = World.of(None)
         if world.is_alone:
             return self
-        device = self.image_embeds.device
-        sizes = tuple(world.gather(torch.tensor([len(self)], device=device), (1,) * world.size).tolist())
+        sizes = self._sizes(world)
         ids = None if self.ids is None else world.gather(self.ids, sizes)
         return EmbeddedSet(world.gather(self.image_embeds, sizes), world.gather(self.text_embeds, sizes), ids)
+
+    def rows_of_all(self) -> int:
+        """Rows of the set over all processes."""
+        return sum(self._sizes(World.of(None)))
+
+    def _sizes(self, world: World) -> tuple[int, ...]:
+        own = torch.tensor([len(self)], device=self.image_embeds.device)
+        return tuple(world.gather(own, (1,) * world.size).tolist())
 
 
 @torch.no_grad()

@@ -547,13 +547,16 @@ class InfCLTrainer(Trainer):
                 after_batch=self._after_prediction,
             )
             loss = self._evaluation_loss(model, embedded)
-            # The recalls need every candidate beside every query; what travels for that is (rows, D) once.
-            embedded = embedded.gathered()
-            retrieval = dataset_retrieval_metrics(embedded.image_embeds, embedded.text_embeds, embedded.ids)
+            retrieval = dataset_retrieval_metrics(
+                embedded.image_embeds, embedded.text_embeds, embedded.ids, group=None
+            )
+            rows = embedded.rows_of_all()
         metrics: dict[str, Any] = {"loss": loss, **retrieval}
         predictions: Any = None
         ids: Any = None
         if self.compute_metrics is not None or not prediction_loss_only:
+            # Only who asks for the embeddings gets them all on one process.
+            embedded = embedded.gathered()
             predictions = tuple(side.cpu().numpy() for side in (embedded.image_embeds, embedded.text_embeds))
             ids = None if embedded.ids is None else embedded.ids.cpu().numpy()
         if self.compute_metrics is not None:
@@ -562,7 +565,7 @@ class InfCLTrainer(Trainer):
             name if name.startswith(f"{metric_key_prefix}_") else f"{metric_key_prefix}_{name}": value
             for name, value in denumpify_detensorize(metrics).items()
         }
-        return EvalLoopOutput(predictions=predictions, label_ids=ids, metrics=metrics, num_samples=len(embedded))
+        return EvalLoopOutput(predictions=predictions, label_ids=ids, metrics=metrics, num_samples=rows)
 
     def _model_for_evaluation(self) -> nn.Module:
         model = self._wrap_model(self.model, training=False)
