@@ -15,6 +15,8 @@ class ScriptArguments:
         dataset_test_split (`str`, defaults to `"test"`): split to evaluate on; `none` for no evaluation.
         dataset_streaming (`bool`, defaults to `False`): read the training split as a stream, without downloading it.
         image_root (`str`, *optional*): folder that relative image paths start from.
+        delimiter (`str`, *optional*): separator of a CSV; by default the one its header has.
+        encoding (`str`, *optional*): encoding of a text table; by default UTF-8 or what its byte-order mark says.
         max_train_samples (`int`, *optional*): train on the first so many rows.
         max_eval_samples (`int`, *optional*): evaluate on the first so many rows.
         evaluate_base (`bool`, defaults to `True`): evaluate before training too, for the model card's comparison.
@@ -36,6 +38,12 @@ class ScriptArguments:
     )
     image_root: str | None = field(
         default=None, metadata={"help": "Folder that relative image paths start from (default: the table's own)."}
+    )
+    delimiter: str | None = field(
+        default=None, metadata={"help": "Separator of a CSV (default: the one its header has)."}
+    )
+    encoding: str | None = field(
+        default=None, metadata={"help": "Encoding of a text table (default: UTF-8, or by its byte-order mark)."}
     )
     max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many rows."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first so many rows."})

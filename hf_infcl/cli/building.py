@@ -43,6 +43,8 @@ def _split(script_args: "ScriptArguments", training_args: Any, split: str, strea
         image_column=training_args.image_column,
         caption_column=training_args.caption_column,
         image_root=script_args.image_root,
+        delimiter=script_args.delimiter,
+        encoding=script_args.encoding,
         on_bad_image=training_args.on_bad_image,
         streaming=streaming,
     )

@@ -34,6 +34,7 @@ class RunFacts:
         dataset_revision: its commit, tag or branch.
         train_rows: rows of the training split (None for a stream).
         eval_rows: rows of the evaluation split.
+        skipped_rows: rows of the training split that were left out (unreadable picture, no caption).
         image_column: column of the images.
         caption_column: column of the captions.
         loss: name of the loss's class.
@@ -68,6 +69,7 @@ class RunFacts:
     dataset_revision: str | None = None
     train_rows: int | None = None
     eval_rows: int | None = None
+    skipped_rows: int | None = None
     image_column: str | None = None
     caption_column: str | None = None
     loss: str | None = None

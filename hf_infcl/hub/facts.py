@@ -54,6 +54,7 @@ def run_facts(
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "train_rows": _length(trainer.train_dataset),
         "eval_rows": _length(trainer.eval_dataset),
+        "skipped_rows": len(getattr(trainer.train_dataset, "skipped", None) or []) or None,
         "image_column": getattr(trainer.train_dataset, "image_column", args.image_column),
         "caption_column": getattr(trainer.train_dataset, "caption_column", args.caption_column),
         "loss": type(trainer.loss).__name__,
