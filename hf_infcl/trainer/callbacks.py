@@ -4,6 +4,7 @@ import logging
 import math
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,18 +68,6 @@ class LogitScaleCap(TrainerCallback):
                 torch.minimum(parameter, self._limit.to(parameter.device), out=parameter.data)
 
 
-class DatasetEpoch(TrainerCallback):
-    """Tells the training data set which epoch it is, for choices it makes anew in each (the caption of an image)."""
-
-    def __init__(self, trainer: Any):
-        self._trainer = trainer
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        set_epoch = getattr(self._trainer.train_dataset, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(int(state.epoch or 0))
-
-
 class FillMemoryBank(TrainerCallback):
     """Hands the embeddings of a step to the memory bank, once the step was taken.
 
@@ -128,15 +117,22 @@ class StepClock(TrainerCallback):
             self.data_seconds += self._loaded - self._started
             self.steps += 1
 
-    def take(self) -> dict[str, float]:
-        """The figures since the last call."""
+    def take(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
+        """The figures since the last call.
+
+        Args:
+            gather: gives a (1, m) tensor's rows of all processes: pairs add up, the most memory of any is told.
+        """
         if self.steps == 0 or self.seconds == 0:
             return {}
+        own = torch.tensor([[float(self.pairs), peak_memory_bytes() / 2**30]])
+        everyone = gather(own).reshape(-1, 2)
+        pairs = everyone[:, 0].sum().item()
         figures = {
-            "contrastive_batch_size": self.pairs / self.steps,
-            "samples_per_second": self.pairs / self.seconds,
+            "contrastive_batch_size": pairs / self.steps,
+            "samples_per_second": pairs / self.seconds,
             "data_seconds_per_step": self.data_seconds / self.steps,
-            "peak_memory_gib": peak_memory_bytes() / 2**30,
+            "peak_memory_gib": everyone[:, 1].max().item(),
         }
         self.reset()
         return figures

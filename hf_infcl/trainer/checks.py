@@ -9,7 +9,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from hf_infcl.evaluation import dataset_retrieval_metrics
-from hf_infcl.models import logit_scale_parameter, unreachable_parameters
+from hf_infcl.models import logit_bias_parameter, logit_scale_parameter, unreachable_parameters, unwrap
 from hf_infcl.trainer.config import InfCLConfig
 
 _SHOWN = 5
@@ -54,7 +54,7 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def check_strategy(*, fsdp: bool, deepspeed: bool) -> None:
-    """That the weights are whole on every process, whether a sharding was asked for by the arguments or the launcher."""
+    """That the weights are whole on every process, whether arguments or launcher asked for them to be sharded."""
     if fsdp or deepspeed:
         raise ValueError(
             f"{'FSDP' if fsdp else 'DeepSpeed'} is not supported; start the processes by `accelerate launch` without "
@@ -84,10 +84,13 @@ def check_trainable(model: nn.Module, loss_type: str | None) -> None:
         )
 
 
-def check_scale(model: nn.Module) -> None:
-    """That the losses get the multiplier they need."""
+def check_temperature(model: nn.Module, loss_type: str | None) -> None:
+    """That the loss gets the multiplier and the bias it needs."""
+    name = type(unwrap(model)).__name__
     if logit_scale_parameter(model) is None:
-        raise ValueError(f"{type(model).__name__} has no logit_scale parameter")
+        raise ValueError(f"{name} has no logit_scale parameter")
+    if loss_type == "sigmoid" and logit_bias_parameter(model) is None:
+        raise ValueError(f"loss_type='sigmoid' needs a logit_bias, which {name} lacks; use loss_type='contrastive'")
 
 
 def check_train_dataset(args: InfCLConfig, dataset: Any, least_rows: int) -> None:

@@ -36,7 +36,7 @@ from hf_infcl.models import (
 )
 from hf_infcl.trainer import checks, objective
 from hf_infcl.trainer.accumulation import ContrastiveStep, Embed, untouched_rng
-from hf_infcl.trainer.callbacks import DatasetEpoch, FillMemoryBank, LogitScaleCap, StepClock
+from hf_infcl.trainer.callbacks import FillMemoryBank, LogitScaleCap, StepClock
 from hf_infcl.trainer.checkpoints import check_checkpoint, load_bank, save_bank
 from hf_infcl.trainer.config import InfCLConfig
 from hf_infcl.trainer.evaluation import EmbeddedSet, embed_set
@@ -65,13 +65,13 @@ class InfCLTrainer(Trainer):
     Args:
         model: a dual encoder as an instance, or its name or path, loaded in float32.
         args: the configuration; by default `InfCLConfig("tmp_trainer")`.
-        data_collator: makes a batch of tensors from rows: the model's inputs, and optionally "ids" (n,) or (n, m). By
-            default the `ImageTextCollator` of `processing_class`.
         train_dataset: a `datasets.Dataset` with an image and a caption column, or any torch data set whose rows the
             collator takes: `{"image": PIL image, "caption": str, "ids": ints}` for the default one.
         eval_dataset: the same, or a dictionary of such by name.
         processing_class: the processor; by default the model's own is loaded.
         peft_config: wraps the model by PEFT. Target modules left out are found in both towers.
+        data_collator: makes a batch of tensors from rows: the model's inputs, and optionally "ids" (n,) or (n, m). By
+            default the `ImageTextCollator` of `processing_class`.
         loss: a module with `ContrastiveLoss`'s forward, instead of the one that `loss_type` names.
         model_init: makes the model anew for every trial of a search.
         compute_metrics: gets predictions=(image_embeds, text_embeds) and label_ids=ids of the whole evaluation set;
@@ -98,11 +98,11 @@ class InfCLTrainer(Trainer):
         self,
         model: str | PreTrainedModel | nn.Module | None = None,
         args: InfCLConfig | None = None,
-        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
         peft_config: Any = None,
+        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
         loss: nn.Module | None = None,
         model_init: Callable[..., nn.Module] | None = None,
         compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
@@ -131,7 +131,6 @@ class InfCLTrainer(Trainer):
         name_or_path = model if isinstance(model, str) else None
         module: Any = load_model(model, args.model_init_kwargs) if isinstance(model, str) else model
         self._peft_config = peft_config
-        self._accumulation_asked_for = args.gradient_accumulation_steps
         if module is not None:
             if processing_class is None and data_collator is None:
                 processing_class = load_processor(module, name_or_path, args.model_init_kwargs)
@@ -187,7 +186,6 @@ class InfCLTrainer(Trainer):
         cap = scale_cap(args, family)
         own_callbacks = [
             self._clock,
-            DatasetEpoch(self),
             *([FillMemoryBank(self)] if args.memory_bank_size else []),
             *([LogitScaleCap(cap)] if cap is not None else []),
         ]
@@ -202,7 +200,7 @@ class InfCLTrainer(Trainer):
 
     def _check_start(self, args: InfCLConfig) -> None:
         checks.check_strategy(fsdp=self.is_fsdp_enabled, deepspeed=self.is_deepspeed_enabled)
-        checks.check_scale(self.model)
+        checks.check_temperature(self.model, self.loss_type)
         checks.check_trainable(self.model, self.loss_type)
         checks.check_train_dataset(args, self.train_dataset, self._least_rows)
         if args.metric_for_best_model and self.eval_dataset is not None:
@@ -317,8 +315,9 @@ class InfCLTrainer(Trainer):
             return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
         # transformers would shrink the batch by a tenth. Halving the micro-batch and doubling their number leaves the
         # contrastive batch, and with it the training, what it was.
-        pairs = self.args.train_batch_size * self._accumulation_asked_for
+        pairs = self.args.train_batch_size * self.args.gradient_accumulation_steps
         while True:
+            self.args.per_device_train_batch_size = batch_size
             self.args.gradient_accumulation_steps = pairs // batch_size
             try:
                 return super()._inner_training_loop(
@@ -337,6 +336,12 @@ class InfCLTrainer(Trainer):
             clear_device_cache(garbage_collection=True)
             batch_size //= 2
             logger.warning("out of memory: micro-batches of %d, %d of them a step", batch_size, pairs // batch_size)
+
+    def _run_epoch(self, model: nn.Module, epoch: int, *args: Any, **kwargs: Any) -> None:
+        # accelerate tells the data set too, but not in an epoch that is resumed in its middle.
+        if callable(getattr(self.train_dataset, "set_epoch", None)):
+            self.train_dataset.set_epoch(epoch)
+        super()._run_epoch(model, epoch, *args, **kwargs)
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
@@ -387,7 +392,7 @@ class InfCLTrainer(Trainer):
             self._loss_stats[name].append(value)
         if not self._said_repeats:
             self._said_repeats = self._report_repeats(step.ids)
-        self._clock.count(step.rows * self.args.world_size)
+        self._clock.count(step.rows)
         return step
 
     def _report_repeats(self, ids: Tensor | None) -> bool:
@@ -507,7 +512,7 @@ class InfCLTrainer(Trainer):
         super().log(logs, start_time)
 
     def _training_figures(self) -> dict[str, float]:
-        figures = self._clock.take()
+        figures = self._clock.take(lambda own: self.accelerator.gather(own.to(self.args.device)))
         for name, values in self._loss_stats.items():
             figures[name] = torch.stack(values).mean().item()
         self._loss_stats.clear()
@@ -547,9 +552,7 @@ class InfCLTrainer(Trainer):
                 after_batch=self._after_prediction,
             )
             loss = self._evaluation_loss(model, embedded)
-            retrieval = dataset_retrieval_metrics(
-                embedded.image_embeds, embedded.text_embeds, embedded.ids, group=None
-            )
+            retrieval = dataset_retrieval_metrics(embedded.image_embeds, embedded.text_embeds, embedded.ids, group=None)
             rows = embedded.rows_of_all()
         metrics: dict[str, Any] = {"loss": loss, **retrieval}
         predictions: Any = None

@@ -63,6 +63,28 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, case, step):
         assert torch.equal(whole.memory_bank.ids, resumed.memory_bank.ids)
 
 
+class Changing(Rows):
+    """Rows that are others in every epoch, as drawn captions are."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, index):
+        return self.rows[(index + self.epoch) % len(self)]
+
+
+@pytest.mark.parametrize("step", [3, 5, 6])
+def test_what_changes_with_the_epoch_is_resumed_in_its_epoch(tmp_path, step):
+    ends = []
+    for checkpoint in (None, step):
+        run = trainer(tmp_path, train_dataset=Changing(16), max_steps=9, save_strategy="steps", save_steps=1)
+        run.train(checkpoint and str(tmp_path / f"checkpoint-{checkpoint}"))
+        ends.append(parameters(run.model))
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
 def test_the_best_adapter_is_the_one_reloaded(tmp_path):
     """The recall is told by hand: the second of four evaluations is the best."""
     recalls = iter([0.2, 0.9, 0.5, 0.1])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.processes import ProcessesError, run_processes
+from tests.tiny import MODELS
 from tests.trainer.helpers import Rows, dropout_clip, lora, parameters, trainer
 
 pytestmark = pytest.mark.distributed
@@ -17,11 +18,13 @@ def train(rank: int, world: int, folder: str, options: dict[str, Any]) -> dict[s
     options = dict(options)
     adapter = options.pop("adapter", None)
     rows = options.pop("rows", 48)
+    family = options.pop("family", "clip")
     torch.manual_seed(1)
     run = trainer(
         Path(folder),
-        train_dataset=Rows(rows),
-        eval_dataset=Rows(7),
+        MODELS[family](),
+        train_dataset=Rows(rows, family),
+        eval_dataset=Rows(7, family),
         per_device_eval_batch_size=2,
         peft_config=None if adapter is None else lora(**adapter),
         train_logit_scale=True,
@@ -39,7 +42,7 @@ def train(rank: int, world: int, folder: str, options: dict[str, Any]) -> dict[s
         "evaluation": {
             name: value for name, value in run.evaluate().items() if "second" not in name and "runtime" not in name
         },
-        "predictions": len(run.predict(Rows(7)).label_ids),
+        "predictions": len(run.predict(Rows(7, family)).label_ids),
         "bank": None if run.memory_bank is None else run.memory_bank.ids.tolist(),
     }
 
@@ -57,6 +60,7 @@ def together(results: list[dict[str, Any]]) -> dict[str, Any]:
 CASES = {
     "full": {},
     "lora": {"adapter": {}},
+    "sigmoid": {"family": "siglip"},
     "frozen tower": {"freeze_vision_model": True},
     "memory bank": {"memory_bank_size": 20},
     "hard negatives": {"loss_type": "hard_negative", "num_hard_negatives": 5},
@@ -106,7 +110,7 @@ def test_nan_on_one_process_stops_all_before_the_step_and_names_it(tmp_path):
 
 def counted(rank: int, world: int, folder: str) -> list[int]:
     """How many collectives over gradients a step has: DDP's buckets are reduced in its hook."""
-    run = trainer(Path(folder), gradient_accumulation_steps=4, max_steps=3)
+    run = trainer(Path(folder), n=32, gradient_accumulation_steps=4, max_steps=3)
     calls: list[int] = []
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 

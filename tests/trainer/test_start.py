@@ -158,6 +158,11 @@ def test_parameters_out_of_the_losss_reach_are_refused_by_name(tmp_path):
         trainer(tmp_path, tiny_siglip(), train_dataset=Rows(4, "siglip"), peft_config=adapter)
 
 
+def test_a_sigmoid_loss_without_a_bias_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="needs a logit_bias, which CLIPModel lacks"):
+        trainer(tmp_path, loss_type="sigmoid")
+
+
 def test_a_model_with_nothing_to_train_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no trainable parameter"):
         trainer(tmp_path, tiny_clip().requires_grad_(False))

@@ -145,7 +145,8 @@ def test_halving_the_micro_batch_leaves_the_contrastive_batch(tmp_path):
     found.train()
     whole = trainer(tmp_path, per_device_train_batch_size=8, **options)
     whole.train()
-    assert found.args.gradient_accumulation_steps == 8
+    assert (found.args.per_device_train_batch_size, found.args.gradient_accumulation_steps) == (2, 8)
+    assert found.args.contrastive_batch_size == 16
     assert {line["contrastive_batch_size"] for line in training_lines(found)} == {16}
     wanted = parameters(whole.model)
     for name, value in parameters(found.model).items():
