@@ -111,3 +111,12 @@ def test_the_script_runs_under_accelerate_launch(tmp_path):
     )
     assert done.returncode == 0, done.stderr.decode()[-3000:]
     assert (tmp_path / "out" / "README.md").exists()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_launch_configuration_is_one_of_accelerates(path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(path))
+    assert config.num_processes >= 1
+    assert config.mixed_precision == "no"

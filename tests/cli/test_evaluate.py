@@ -1,0 +1,27 @@
+"""`hf-infcl evaluate`: the same figures as the trainer's, whatever the batch size."""
+
+import json
+
+import pytest
+
+from hf_infcl import InfCLConfig, InfCLTrainer
+from hf_infcl.cli import main
+from hf_infcl.data import load_image_text_dataset
+from tests.tiny import save_tiny
+
+
+@pytest.mark.parametrize("batch_size", [3, 64])
+def test_the_figures_are_the_trainers(tmp_path, batch_size, capsys):
+    model = save_tiny("clip", tmp_path / "model")
+    output = tmp_path / "metrics.json"
+    data = ["--dataset_name", "sample:photo:16", "--per_device_eval_batch_size", str(batch_size)]
+    assert main(["evaluate", "--model_name_or_path", model, *data, "--ks", "1", "5", "--output_file", str(output)]) == 0
+    assert "image to text, recall@5" in capsys.readouterr().out
+    got = json.loads(output.read_text())
+
+    args = InfCLConfig(str(tmp_path / "out"), use_cpu=True, report_to="none")
+    table = load_image_text_dataset("sample:photo:16", split="test")
+    want = InfCLTrainer(model, args, eval_dataset=table).evaluate()
+    assert got == pytest.approx({name: want[f"eval_{name}"] for name in got})
+    assert "mean_recall@5" in got
+    assert "mean_recall@10" not in got
