@@ -16,7 +16,14 @@ import hf_infcl
 _REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = sorted(
     path
-    for pattern in ("README.md", "CONTRIBUTING.md", "docs/*.md", "docs/guides/*.md", "docs/concepts/*.md")
+    for pattern in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/*.md",
+        "docs/guides/*.md",
+        "docs/concepts/*.md",
+        "model_cards/*.md",
+    )
     for path in _REPOSITORY.glob(pattern)
 )
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
