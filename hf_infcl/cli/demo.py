@@ -9,6 +9,7 @@ import argparse
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 # The base must be good enough to be worth adapting, in half a minute: 0.67 M parameters, 240 steps of 128 pairs.
 WIDTH, VISION_LAYERS, TEXT_LAYERS, HEADS, PATCH_SIZE = 96, 3, 2, 4, 8
 MICRO_BATCH, ACCUMULATION = 64, 16
+# transformers announces to PEFT what it will rename; the reader of the demo can do nothing about it.
+_QUIET = "ignore::FutureWarning"
 PICTURE, CAPTIONS_SHOWN = "picture.png", 8
 
 
@@ -98,6 +101,7 @@ def run_demo(output_dir: str | Path, seed: int = 0, sizes: Sizes | None = None) 
     from peft import LoraConfig
 
     from hf_infcl import InfCLConfig, InfCLTrainer
+    from hf_infcl.cli.progress import use_one_line
     from hf_infcl.data import sample_dataset, sample_processor
     from hf_infcl.hub import write_run
     from hf_infcl.hub.adapters import WEIGHTS_NAME
@@ -129,12 +133,13 @@ def run_demo(output_dir: str | Path, seed: int = 0, sizes: Sizes | None = None) 
             max_steps=sizes.base_steps,
             learning_rate=1.5e-3,
             weight_decay=0.05,
-            logging_steps=20,
+            logging_steps=10,
             **common,
         ),
         train_dataset=sample_dataset("drawing", "train", sizes.train_rows, seed),
         processing_class=processor,
     )
+    use_one_line(base)
     base.train()
     base.save_model()
 
@@ -151,7 +156,7 @@ def run_demo(output_dir: str | Path, seed: int = 0, sizes: Sizes | None = None) 
             gradient_accumulation_steps=sizes.accumulation,
             max_steps=sizes.adapter_steps,
             learning_rate=1e-2,
-            logging_steps=2,
+            logging_steps=1,
             eval_strategy="steps",
             eval_steps=max(1, sizes.adapter_steps // 5),
             **common,
@@ -160,6 +165,7 @@ def run_demo(output_dir: str | Path, seed: int = 0, sizes: Sizes | None = None) 
         eval_dataset=sample_dataset("photo", "test", sizes.eval_rows, seed),
         peft_config=LoraConfig(r=16, lora_alpha=32),
     )
+    use_one_line(trainer)
     before = trainer.evaluate()
     trainer.train()
     after = trainer.evaluate()
@@ -197,10 +203,8 @@ def reload_in_fresh_process(base: Path, adapter: Path) -> None:
         subprocess.CalledProcessError: it failed; what it printed stands on the terminal.
     """
     script = Path(__file__).with_name("demo_reload.py")
-    subprocess.run(
-        [sys.executable, str(script), str(base), str(adapter), str(adapter / PICTURE), str(adapter / "captions.txt")],
-        check=True,
-    )
+    paths = (script, base, adapter, adapter / PICTURE, adapter / "captions.txt")
+    subprocess.run([sys.executable, "-W", _QUIET, *map(str, paths)], check=True)
 
 
 def dense_loss_bytes(pairs: int) -> int:
@@ -266,5 +270,6 @@ def run(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--output_dir", default="demo-output", help="folder for the base and the adapter")
     parser.add_argument("--seed", type=int, default=0)
     parsed = parser.parse_args(args)
+    warnings.simplefilter("ignore", FutureWarning)
     report(run_demo(parsed.output_dir, parsed.seed))
     return 0
