@@ -7,11 +7,12 @@ from typing import Any
 PLOT_NAME = "curves.png"
 # Okabe and Ito's palette: told apart by colour-blind readers and in grey.
 _BLUE, _ORANGE, _GREEN, _RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+_FIRST_METRIC = "image_to_text/recall@1"
 _DIRECTIONS = {"image_to_text": (_BLUE, "image to text"), "text_to_image": (_ORANGE, "text to image")}
 
 
 def plot_history(
-    log_history: Sequence[Mapping[str, Any]], path: str | Path, *, title: str | None = None, prefix: str = "eval_"
+    log_history: Sequence[Mapping[str, Any]], path: str | Path, *, title: str | None = None, prefix: str | None = None
 ) -> Path:
     """Draws loss and recall over the optimizer steps.
 
@@ -21,7 +22,8 @@ def plot_history(
             training stands at step 0.
         path: the folder, or the picture's own path (its ending decides the format).
         title: a line above the picture.
-        prefix: what the names of evaluation metrics begin with.
+        prefix: what the names of evaluation metrics begin with; by default "eval_", or with several evaluation sets
+            the first one's.
 
     Returns:
         The path of the picture.
@@ -34,6 +36,7 @@ def plot_history(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    prefix = _first_prefix(log_history) if prefix is None else prefix
     path = Path(path)
     if not path.suffix:
         path = path / PLOT_NAME
@@ -60,6 +63,14 @@ def plot_history(
         figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=150)
     return path
+
+
+def _first_prefix(log_history: Sequence[Mapping[str, Any]]) -> str:
+    for entry in log_history:
+        for name in entry:
+            if name.startswith("eval_") and name.endswith(_FIRST_METRIC):
+                return name.removesuffix(_FIRST_METRIC)
+    return "eval_"
 
 
 def _curve(

@@ -27,6 +27,11 @@ def test_loss_and_recall_are_drawn(tmp_path):
     assert {(0x00, 0x72, 0xB2), (0xE6, 0x9F, 0x00), (0xD5, 0x5E, 0x00)} <= colours(path)
 
 
+def test_of_several_evaluation_sets_the_first_is_drawn(tmp_path):
+    history = [{name.replace("eval_", "eval_one_"): value for name, value in entry.items()} for entry in HISTORY]
+    assert {(0x00, 0x72, 0xB2), (0xE6, 0x9F, 0x00), (0xD5, 0x5E, 0x00)} <= colours(plot_history(history, tmp_path))
+
+
 @pytest.mark.parametrize("history", [[], [{"step": 1, "loss": 2.0}], [{"step": 3, "eval_loss": 2.0}]])
 def test_short_histories_are_drawn_too(tmp_path, history):
     assert plot_history(history, tmp_path / "few.png").stat().st_size > 1000
