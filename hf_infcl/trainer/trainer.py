@@ -4,7 +4,6 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,19 +11,10 @@ from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, Trainer, TrainerCallback
-from transformers.trainer_utils import (
-    EvalLoopOutput,
-    EvalPrediction,
-    TrainOutput,
-    denumpify_detensorize,
-    get_last_checkpoint,
-    has_length,
-)
+from transformers import PreTrainedModel, TrainerCallback, enable_full_determinism, set_seed
+from transformers.trainer_utils import EvalPrediction, TrainOutput, get_last_checkpoint, has_length
 
 from hf_infcl.data import ImageTextCollator
-from hf_infcl.evaluation import dataset_retrieval_metrics
-from hf_infcl.hub import find_peft_model, save_adapter, write_run
 from hf_infcl.losses import MemoryBank
 from hf_infcl.models import (
     family_of,
@@ -35,12 +25,12 @@ from hf_infcl.models import (
     unwrap,
 )
 from hf_infcl.trainer import checks, objective
-from hf_infcl.trainer.accumulation import ContrastiveStep, Embed, untouched_rng
+from hf_infcl.trainer.accumulation import ContrastiveStep
 from hf_infcl.trainer.callbacks import FillMemoryBank, LogitScaleCap, StepClock
 from hf_infcl.trainer.checkpoints import check_checkpoint, load_bank, save_bank
 from hf_infcl.trainer.config import InfCLConfig
-from hf_infcl.trainer.evaluation import EmbeddedSet, embed_set
-from hf_infcl.trainer.loaders import WholeGroups, as_pairs, eval_loader, pins_memory, train_loader
+from hf_infcl.trainer.evaluation import EvaluatingTrainer, as_function, embedder
+from hf_infcl.trainer.loaders import WholeGroups, as_pairs, eval_loader, train_loader
 from hf_infcl.trainer.preparation import (
     load_model,
     load_processor,
@@ -49,13 +39,14 @@ from hf_infcl.trainer.preparation import (
     set_locked_towers_eval,
     sides_of,
 )
+from hf_infcl.trainer.saving import SavingTrainer
 
 logger = logging.getLogger(__name__)
 
 _LOSS_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-class InfCLTrainer(Trainer):
+class InfCLTrainer(SavingTrainer, EvaluatingTrainer):
     """Fine-tunes a dual encoder (CLIP, SigLIP, ...) with a loss over the whole effective batch.
 
     The batch that is contrasted is `per_device_train_batch_size` x `gradient_accumulation_steps` x processes, exactly:
@@ -128,6 +119,8 @@ class InfCLTrainer(Trainer):
                 raise ValueError(f"{name} is not supported: {instead}")
         args = InfCLConfig("tmp_trainer") if args is None else args
         checks.check_arguments(args)
+        # Before an adapter is made: its weights are drawn.
+        enable_full_determinism(args.seed) if args.full_determinism else set_seed(args.seed)
         name_or_path = model if isinstance(model, str) else None
         module: Any = load_model(model, args.model_init_kwargs) if isinstance(model, str) else model
         self._peft_config = peft_config
@@ -374,12 +367,12 @@ class InfCLTrainer(Trainer):
         return {"scale_wrt_gas": False} if self.accelerator.distributed_type == DistributedType.DEEPSPEED else {}
 
     def _begin_step(self, model: nn.Module, micro_batches: list[dict[str, Any]]) -> ContrastiveStep:
-        base = unwrap(model)
+        base, loss = unwrap(model), self._loss_of_step()
         step = ContrastiveStep(
             micro_batches,
             sides=self._sides,
-            embed=_embedder(model),
-            loss=self._loss_of_step(),
+            embed=embedder(model),
+            loss=as_function(loss),
             scale=lambda: None if logit_scale_parameter(base) is None else logit_scale(base),
             bias=lambda: logit_bias_parameter(base),
             to_device=self._to_device,
@@ -388,7 +381,7 @@ class InfCLTrainer(Trainer):
         )
         with self.compute_loss_context_manager():
             step.begin()
-        for name, value in getattr(self.loss, "last_stats", {}).items():
+        for name, value in getattr(loss, "last_stats", {}).items():
             self._loss_stats[name].append(value)
         if not self._said_repeats:
             self._said_repeats = self._report_repeats(step.ids)
@@ -411,11 +404,11 @@ class InfCLTrainer(Trainer):
         )
         return True
 
-    def _loss_of_step(self) -> Callable[..., Tensor]:
+    def _loss_of_step(self) -> nn.Module:
         start = self.args.hard_negative_start
         start = math.ceil(start * self.state.max_steps) if start < 1 else start
         is_early = self._early_loss is not None and self.state.global_step < start
-        return _as_callable(self._early_loss if is_early and self._early_loss is not None else self.loss)
+        return self._early_loss if is_early and self._early_loss is not None else self.loss
 
     # ---- Memory bank ----
 
@@ -438,8 +431,6 @@ class InfCLTrainer(Trainer):
         assert self.memory_bank is not None
         self.memory_bank.push(images, texts, ids)
 
-    # ---- Checkpoints ----
-
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self.args.memory_bank_size:
@@ -449,59 +440,6 @@ class InfCLTrainer(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self.args.memory_bank_size:
             self._set_memory_bank(load_bank(self.args.memory_bank_size, checkpoint, self.args))
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        if find_peft_model(self.model) is None:
-            super()._save(output_dir, state_dict)
-        elif self.args.should_save:
-            folder = Path(output_dir or self.args.output_dir)
-            save_adapter(self.model, folder, self.processing_class, state_dict=state_dict)
-            torch.save(self.args, folder / "training_args.bin")
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves the model or the adapter with its processor; outside of checkpoints, a card and a plot of the run."""
-        super().save_model(output_dir, _internal_call=True)
-        if _internal_call:
-            return
-        if self.is_world_process_zero():
-            write_run(self, output_dir, after=self._last_evaluation())
-            self._card_is_current = True
-        if self.args.push_to_hub:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Writes the card and the plot of this run, unless `save_model` has written them since training."""
-        if self.is_world_process_zero() and not self._card_is_current:
-            write_run(self, after=self._last_evaluation())
-            self._card_is_current = True
-
-    def _last_evaluation(self) -> dict[str, float]:
-        lines = reversed(self.state.log_history)
-        return next((line for line in lines if any(name.startswith("eval_") for name in line)), {})
-
-    def _to_device(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: value.to(self.args.device, non_blocking=pins_memory(self.args)) for name, value in inputs.items()}
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        """The loss of one batch by itself. Training does not call it: its loss spans the micro-batches of a step."""
-        image_inputs, text_inputs = self._sides.split(inputs)
-        outputs = model(**self._to_device({**image_inputs, **text_inputs}))
-        ids = inputs.get("ids")
-        base = unwrap(model)
-        loss = _as_callable(self._eval_loss)(
-            outputs.image_embeds,
-            outputs.text_embeds,
-            logit_scale(base),
-            logit_bias_parameter(base),
-            None if ids is None else self._to_device({"ids": ids})["ids"],
-        )
-        return (loss, outputs) if return_outputs else loss
 
     # ---- Logging ----
 
@@ -522,95 +460,3 @@ class InfCLTrainer(Trainer):
         if bias is not None:
             figures["logit_bias"] = bias.item()
         return figures
-
-    # ---- Evaluation ----
-
-    def evaluation_loop(
-        self,
-        dataloader: DataLoader,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
-        """Embeds the whole set, then computes its loss and its retrieval metrics once, whatever the batch size.
-
-        Evaluating advances no random numbers: training goes the same way with it and without.
-        """
-        model = self._model_for_evaluation()
-        logger.info("***** Running %s: batches of %d *****", description, self.args.eval_batch_size)
-        model.eval()
-        if callable(getattr(self.optimizer, "eval", None)):
-            self.optimizer.eval()
-        self.callback_handler.eval_dataloader = dataloader
-        with untouched_rng(self.args.device):
-            embedded = embed_set(
-                dataloader,
-                sides=self._sides,
-                embed=_embedder(model),
-                to_device=self._to_device,
-                after_batch=self._after_prediction,
-            )
-            loss = self._evaluation_loss(model, embedded)
-            retrieval = dataset_retrieval_metrics(embedded.image_embeds, embedded.text_embeds, embedded.ids, group=None)
-            rows = embedded.rows_of_all()
-        metrics: dict[str, Any] = {"loss": loss, **retrieval}
-        predictions: Any = None
-        ids: Any = None
-        if self.compute_metrics is not None or not prediction_loss_only:
-            # Only who asks for the embeddings gets them all on one process.
-            embedded = embedded.gathered()
-            predictions = tuple(side.cpu().numpy() for side in (embedded.image_embeds, embedded.text_embeds))
-            ids = None if embedded.ids is None else embedded.ids.cpu().numpy()
-        if self.compute_metrics is not None:
-            metrics.update(self.compute_metrics(EvalPrediction(predictions=predictions, label_ids=ids)))
-        metrics = {
-            name if name.startswith(f"{metric_key_prefix}_") else f"{metric_key_prefix}_{name}": value
-            for name, value in denumpify_detensorize(metrics).items()
-        }
-        return EvalLoopOutput(predictions=predictions, label_ids=ids, metrics=metrics, num_samples=rows)
-
-    def _model_for_evaluation(self) -> nn.Module:
-        model = self._wrap_model(self.model, training=False)
-        if len(self.accelerator._models) == 0 and model is self.model:
-            model = self.accelerator.prepare_model(model, evaluation_mode=True)
-            if model is not self.model:
-                self.model_wrapped = model
-        if not self.is_in_train and (self.args.fp16_full_eval or self.args.bf16_full_eval):
-            dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16
-            model = model.to(dtype=dtype, device=self.args.device)
-        return model
-
-    def _after_prediction(self) -> None:
-        self.control: Any = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-
-    @torch.no_grad()
-    def _evaluation_loss(self, model: nn.Module, embedded: EmbeddedSet) -> float:
-        """The loss of the whole set, over all processes."""
-        base = unwrap(model)
-        bias = logit_bias_parameter(base)
-        loss = _as_callable(self._eval_loss)(
-            embedded.image_embeds,
-            embedded.text_embeds,
-            logit_scale(base),
-            None if bias is None else bias.float(),
-            embedded.ids,
-        )
-        return loss.item()
-
-
-def _embedder(model: nn.Module) -> Embed:
-    """Calls the model itself, wrapped as it is: only so do autocast, DDP and compile apply."""
-
-    def embed(inputs: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
-        output = model(**inputs)
-        return output.image_embeds, output.text_embeds
-
-    return embed
-
-
-def _as_callable(loss: nn.Module) -> Callable[..., Tensor]:
-    def call(image: Tensor, text: Tensor, scale: Tensor | None, bias: Tensor | None, ids: Tensor | None) -> Tensor:
-        return loss(image, text, scale, bias, ids=ids)
-
-    return call

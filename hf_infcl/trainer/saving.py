@@ -1,0 +1,47 @@
+"""What a run leaves behind: the adapter or the model, its processor, the state to go on from, a card and a plot."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Trainer
+
+from hf_infcl.hub import find_peft_model, save_adapter, write_run
+from hf_infcl.trainer.config import InfCLConfig
+
+
+class SavingTrainer(Trainer):
+    """The part of `InfCLTrainer` that writes and reads what outlives it."""
+
+    args: InfCLConfig
+    _card_is_current = False
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        if find_peft_model(self.model) is None:
+            super()._save(output_dir, state_dict)
+        elif self.args.should_save:
+            folder = Path(output_dir or self.args.output_dir)
+            save_adapter(self.model, folder, self.processing_class, state_dict=state_dict)
+            torch.save(self.args, folder / "training_args.bin")
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the model or the adapter with its processor; outside of checkpoints, a card and a plot of the run."""
+        super().save_model(output_dir, _internal_call=True)
+        if _internal_call:
+            return
+        if self.is_world_process_zero():
+            write_run(self, output_dir, after=self._last_evaluation())
+            self._card_is_current = True
+        if self.args.push_to_hub:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Writes the card and the plot of this run, unless `save_model` has written them since training."""
+        if self.is_world_process_zero() and not self._card_is_current:
+            write_run(self, after=self._last_evaluation())
+            self._card_is_current = True
+
+    def _last_evaluation(self) -> dict[str, float]:
+        lines = reversed(self.state.log_history)
+        return next((line for line in lines if any(name.startswith("eval_") for name in line)), {})
