@@ -112,7 +112,12 @@ def _all_losses(rank: int, world_size: int, stride: int) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize(("world_size", "stride"), [(1, 5), (2, 5), (3, 1), (4, 5)])
+def test_one_process_matches_float64(monkeypatch):
+    monkeypatch.setenv("HF_INFCL_GATHER_BELOW", "")  # restored afterwards
+    _all_losses(0, 1, 1)
+
+
+@pytest.mark.parametrize(("world_size", "stride"), [(2, 5), (3, 1), (4, 5)])
 def test_uneven_shards_match_float64(world_size, stride):
     by_rank = run_processes(_all_losses, world_size, args=(stride,))
     assert all(values == by_rank[0] for values in by_rank)  # the same bits everywhere
