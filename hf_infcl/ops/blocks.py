@@ -48,8 +48,14 @@ class Engine:
         """Power of two that G is multiplied by, so that a half-precision G does not underflow."""
         return self.tiles.gain(self.dtype)
 
-    def chunk_shape(self) -> tuple[int, int]:
-        return self.tiles.chunk_shape(self.device, self.block_size)
+    def whole(self, n: int) -> ModuleType | None:
+        """The backend's shorter way for a batch of n pairs alone, that fits in one chunk; None where it has none."""
+        way = self.tiles.whole
+        return way if way is not None and way.suits(n, self.block_size) else None
+
+    def chunk_shape(self, forward: bool = False) -> tuple[int, int]:
+        """Rows and columns of a chunk. Forward keeps nothing of a chunk but its statistics, so it may be larger."""
+        return self.tiles.chunk_shape(self.device, self.block_size, forward)
 
 
 def block_statistics(
@@ -65,7 +71,7 @@ def block_statistics(
 
     InfoNCE's forward: one product of 2 N^2 D operations (Inf-CL, arXiv 2410.17243, section 3).
     """
-    for r, c in chunks(rows, cols, engine.chunk_shape()):
+    for r, c in chunks(rows, cols, engine.chunk_shape(forward=True)):
         engine.tiles.statistics(
             rows[r],
             cols[c],

@@ -12,8 +12,8 @@ _CPU_CHUNK = (512, 2048)
 _DEVICE_CHUNK = (4096, 4096)
 
 
-def chunk_shape(device: torch.device, block_size: int | None) -> tuple[int, int]:
-    """Rows and columns of a chunk on the PyTorch path; `block_size` sets both."""
+def chunk_shape(device: torch.device, block_size: int | None, forward: bool = False) -> tuple[int, int]:
+    """Rows and columns of a chunk on the PyTorch path, the same forward and backward; `block_size` sets both."""
     if block_size is not None:
         return block_size, block_size
     return _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK

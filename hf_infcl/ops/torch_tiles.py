@@ -15,6 +15,9 @@ from hf_infcl.ops.sides import Rule, Side, diagonal, relations
 from hf_infcl.ops.statistics import COUNT, LOG_SUM, MAX, POSITIVE_COUNT, POSITIVE_SUM, TOTAL, Statistics
 
 
+whole = None  # no shorter way for a batch that fits in one chunk
+
+
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """float32, or float64 for float64 embeddings."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -34,7 +34,7 @@ def sigmoid_forward(
 
     def visit(visitors: Shard, _: tuple[Tensor, ...]) -> Yield:
         for block in blocks(mine, visitors):
-            for r, c in chunks(block.rows, block.cols, engine.chunk_shape()):
+            for r, c in chunks(block.rows, block.cols, engine.chunk_shape(forward=True)):
                 rows, cols = block.rows[r], block.cols[c]
                 total.add_(engine.tiles.sigmoid_loss(rows, cols, s, b, spec.rule, engine.precision))
         return ()

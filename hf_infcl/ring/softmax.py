@@ -34,8 +34,11 @@ def softmax_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, and the statistics of rows and of columns (empty where a direction is not wanted)."""
     engine = Engine.of(images, spec.backend, spec.precision, spec.block_size)
-    mine, travelling = shards(layout, images, texts, ids, banks)
     s = scale.detach().reshape(()).to(engine.accumulator)
+    way = engine.whole(len(images)) if layout.world.is_alone and banks[0] is None else None
+    if way is not None:
+        return way.softmax_forward(images, texts, s, ids, spec.rule, engine.precision, spec.for_rows, spec.for_cols)  # type: ignore[no-any-return]
+    mine, travelling = shards(layout, images, texts, ids, banks)
 
     def empty(n: int) -> Statistics:
         return Statistics.empty(n, spec.rule, device=engine.device, dtype=engine.accumulator)
@@ -81,8 +84,15 @@ def softmax_backward(
     At the embeddings it is the mean's times the number of processes, which DDP's averaging takes back.
     """
     engine = Engine.of(images, spec.backend, spec.precision, spec.block_size)
-    mine, travelling = shards(layout, images, texts, ids, banks)
     s = scale.detach().reshape(()).to(engine.accumulator)
+    way = engine.whole(len(images)) if layout.world.is_alone and banks[0] is None else None
+    if way is not None:
+        stats = row_data if spec.for_rows else None, col_data if spec.for_cols else None
+        d_images, d_texts, d_scale = way.softmax_backward(
+            grad.to(engine.accumulator), images, texts, s, ids, spec.rule, engine.precision, *stats, needs
+        )
+        return d_images, d_texts, None if d_scale is None else d_scale.to(scale.dtype).reshape(scale.shape)
+    mine, travelling = shards(layout, images, texts, ids, banks)
     share = grad.to(engine.accumulator) / (spec.directions * layout.rows * engine.gain)
     all_rows = Statistics(row_data) if spec.for_rows else None
 

@@ -1,7 +1,12 @@
-"""The logits tile: what every kernel of the sweep shares. One program computes BLOCK_M x BLOCK_N entries of u = X Y'."""
+"""The logits tile, which every kernel of the sweep shares: BLOCK_M x BLOCK_N entries of u = X Y'."""
 
 import triton
 import triton.language as tl
+
+# Sizes that vary from call to call: one compiled kernel serves them all.
+UNSPECIALIZED = [
+    "n_rows", "n_cols", "depth", "shift", "n_programs", "row_stats_stride", "col_stats_stride",
+]  # fmt: skip
 
 # `exp2` is the one transcendental of the inner loop. `ex2.approx.ftz` is a single instruction; without `.ftz` the
 # compiler adds three per element to be right about subnormal results, which count for nothing in any of our sums.
@@ -22,7 +27,7 @@ else:
 
 @triton.jit
 def tile_origin(tile, n_rows, n_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """First row and first column of a tile; GROUP rows of tiles are walked together, so that they share columns in L2."""
+    """First row and column of a tile; GROUP rows of tiles are walked together, so that they share columns in L2."""
     tiles_m = tl.cdiv(n_rows, BLOCK_M)
     tiles_n = tl.cdiv(n_cols, BLOCK_N)
     group = tile // (GROUP * tiles_n)
@@ -63,6 +68,19 @@ def product(
             )
         u = tl.dot(a, b.T, u, input_precision=PRECISION)
     return u
+
+
+@triton.jit
+def store_tile(g, g_stride, w, row0, col0, n_rows, n_cols, USE_TMA: tl.constexpr):
+    """Writes a tile of G in g's dtype. g: a tensor descriptor (USE_TMA), or a pointer to rows g_stride apart."""
+    if USE_TMA:
+        g.store([row0, col0], w.to(g.dtype))
+    else:
+        rows = tl.arange(0, w.shape[0])
+        cols = tl.arange(0, w.shape[1])
+        corner = g + row0.to(tl.int64) * g_stride + col0
+        inside_tile = (rows < n_rows - row0)[:, None] & (cols < n_cols - col0)[None, :]
+        tl.store(corner + rows[:, None] * g_stride + cols[None, :], w.to(g.dtype.element_ty), mask=inside_tile)
 
 
 @triton.jit

@@ -1,8 +1,9 @@
 """The sweep's two InfoNCE kernels for Hopper, in Gluon: the epilogue of one tile hides under the product of the next.
 
-A program holds BLOCK rows of X in shared memory and streams tiles of Y past them. Its warps have roles: one warp loads (bulk
-tensor copies into a ring of stages), two groups of four warps take tiles in turn, so that one multiplies while the other takes
-exponentials. In one group after another, as in plain Triton, the tensor cores would rest a quarter of the time at depth 512.
+A program holds BLOCK rows of X in shared memory and streams tiles of Y past them. Its warps have roles: one warp loads
+(bulk tensor copies into a ring of stages), two groups of four warps take tiles in turn, so that one multiplies while
+the other takes exponentials. With all warps in step, as in plain Triton, the tensor cores rest a quarter of the time
+at depth 512.
 
 The arithmetic is that of `kernels_softmax`; see there for the formulas.
 """
@@ -82,12 +83,15 @@ def _load(
 
 @gluon.jit
 def _multiply(
-    tile, first, last, tiles_n, released, xs, ys, x_full, x_free, y_full, y_free, layout: gl.constexpr,
-    BLOCK: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
+    group: gl.constexpr, tile, first, last, tiles_n, released, xs, ys, x_full, x_free, y_full, y_free, order,
+    layout: gl.constexpr, BLOCK: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """u of one tile, and how many row blocks of X this group of warps has let go so far."""
     row_block = tile // tiles_n
     turn = row_block - first // tiles_n
+    # The groups multiply in the tiles' order. It also keeps every wait below within one phase of its barrier: a barrier
+    # tells a phase only from the next, not from the one after.
+    mbarrier.wait(order.index(group), (((tile - first) // 2) & 1) ^ (1 - group))
     while released < turn:  # a row block that had no tile for this group
         mbarrier.arrive(x_free)
         released += 1
@@ -101,6 +105,7 @@ def _multiply(
         # The product before this one is done, and with it its stage of Y.
         u = warpgroup_mma_wait(1, (u,))
         mbarrier.arrive(y_free.index((count + k + STAGES - 1) % STAGES), pred=k > 0)
+    mbarrier.arrive(order.index(1 - group))
     u = warpgroup_mma_wait(0, (u,))
     mbarrier.arrive(y_free.index((count + STEPS - 1) % STAGES))
     following = tile + 2
@@ -112,7 +117,7 @@ def _multiply(
 
 @gluon.jit
 def _statistics(
-    group: gl.constexpr, xs, ys, x_full, x_free, y_full, y_free, first, last, tiles_m, tiles_n,
+    group: gl.constexpr, xs, ys, x_full, x_free, y_full, y_free, order, first, last, tiles_m, tiles_n,
     n_rows, n_cols, shift, x_ids, y_ids, scale, row_stats, col_stats, row_stats_stride, col_stats_stride,
     row_parts, col_parts, doubts,
     ROWS: gl.constexpr, COLS: gl.constexpr, ID_COLUMNS: gl.constexpr, SMOOTH: gl.constexpr,
@@ -127,8 +132,9 @@ def _statistics(
     released = 0
     for tile in range(first + group, last, 2):
         u, released = _multiply(
-            tile, first, last, tiles_n, released, xs, ys, x_full, x_free, y_full, y_free, layout, BLOCK, STEPS, STAGES
-        )
+            group, tile, first, last, tiles_n, released, xs, ys, x_full, x_free, y_full, y_free, order,
+            layout, BLOCK, STEPS, STAGES,
+        )  # fmt: skip
         row_block = tile // tiles_n
         col_block = tile - row_block * tiles_n
         row0 = row_block * BLOCK
@@ -206,12 +212,15 @@ def hopper_statistics_kernel(
     x_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     y_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     y_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for k in gl.static_range(STEPS):
         mbarrier.init(x_full.index(k), count=1)
     for k in gl.static_range(STAGES):
         mbarrier.init(y_full.index(k), count=1)
         mbarrier.init(y_free.index(k), count=1)
     mbarrier.init(x_free, count=2)
+    for group in gl.static_range(2):
+        mbarrier.init(order.index(group), count=1)
     fence_async_shared()
 
     first_group: gl.constexpr = 0
@@ -219,11 +228,11 @@ def hopper_statistics_kernel(
     gl.warp_specialize(
         [
             (_statistics, (
-                first_group, xs, ys, x_full, x_free, y_full, y_free, first, last, tiles_m, tiles_n,
+                first_group, xs, ys, x_full, x_free, y_full, y_free, order, first, last, tiles_m, tiles_n,
                 n_rows, n_cols, shift, x_ids, y_ids, scale, row_stats, col_stats, row_stats_stride, col_stats_stride,
                 row_parts, col_parts, doubts, ROWS, COLS, ID_COLUMNS, SMOOTH, BLOCK, STEPS, STAGES)),
             (_statistics, (
-                second_group, xs, ys, x_full, x_free, y_full, y_free, first, last, tiles_m, tiles_n,
+                second_group, xs, ys, x_full, x_free, y_full, y_free, order, first, last, tiles_m, tiles_n,
                 n_rows, n_cols, shift, x_ids, y_ids, scale, row_stats, col_stats, row_stats_stride, col_stats_stride,
                 row_parts, col_parts, doubts, ROWS, COLS, ID_COLUMNS, SMOOTH, BLOCK, STEPS, STAGES)),
             (_load, (
@@ -237,7 +246,8 @@ def hopper_statistics_kernel(
 
 @gluon.jit
 def _weights(
-    group: gl.constexpr, xs, ys, out, x_full, x_free, y_full, y_free, out_free, first, last, tiles_m, tiles_n, g_desc,
+    group: gl.constexpr, xs, ys, out, x_full, x_free, y_full, y_free, order, out_free,
+    first, last, tiles_m, tiles_n, g_desc,
     n_rows, n_cols, shift, x_ids, y_ids, scale, row_stats, col_stats, row_stats_stride, col_stats_stride,
     sum_parts, smoothing, gain,
     ROWS: gl.constexpr, COLS: gl.constexpr, ID_COLUMNS: gl.constexpr, SMOOTH: gl.constexpr, WANT_SUM: gl.constexpr,
@@ -250,8 +260,9 @@ def _weights(
     released = 0
     for tile in range(first + group, last, 2):
         u, released = _multiply(
-            tile, first, last, tiles_n, released, xs, ys, x_full, x_free, y_full, y_free, layout, BLOCK, STEPS, STAGES
-        )
+            group, tile, first, last, tiles_n, released, xs, ys, x_full, x_free, y_full, y_free, order,
+            layout, BLOCK, STEPS, STAGES,
+        )  # fmt: skip
         row_block = tile // tiles_n
         col_block = tile - row_block * tiles_n
         row0 = row_block * BLOCK
@@ -331,6 +342,7 @@ def hopper_weights_kernel(
     x_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     y_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     y_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     out_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for k in gl.static_range(STEPS):
         mbarrier.init(x_full.index(k), count=1)
@@ -338,6 +350,8 @@ def hopper_weights_kernel(
         mbarrier.init(y_full.index(k), count=1)
         mbarrier.init(y_free.index(k), count=1)
     mbarrier.init(x_free, count=2)
+    for group in gl.static_range(2):
+        mbarrier.init(order.index(group), count=1)
     mbarrier.init(out_free, count=1)
     fence_async_shared()
 
@@ -346,13 +360,13 @@ def hopper_weights_kernel(
     gl.warp_specialize(
         [
             (_weights, (
-                first_group, xs, ys, out, x_full, x_free, y_full, y_free, out_free, first, last, tiles_m, tiles_n,
-                g_desc, n_rows, n_cols, shift, x_ids, y_ids, scale,
+                first_group, xs, ys, out, x_full, x_free, y_full, y_free, order, out_free,
+                first, last, tiles_m, tiles_n, g_desc, n_rows, n_cols, shift, x_ids, y_ids, scale,
                 row_stats, col_stats, row_stats_stride, col_stats_stride,
                 sum_parts, smoothing, gain, ROWS, COLS, ID_COLUMNS, SMOOTH, WANT_SUM, BLOCK, STEPS, STAGES)),
             (_weights, (
-                second_group, xs, ys, out, x_full, x_free, y_full, y_free, out_free, first, last, tiles_m, tiles_n,
-                g_desc, n_rows, n_cols, shift, x_ids, y_ids, scale,
+                second_group, xs, ys, out, x_full, x_free, y_full, y_free, order, out_free,
+                first, last, tiles_m, tiles_n, g_desc, n_rows, n_cols, shift, x_ids, y_ids, scale,
                 row_stats, col_stats, row_stats_stride, col_stats_stride,
                 sum_parts, smoothing, gain, ROWS, COLS, ID_COLUMNS, SMOOTH, WANT_SUM, BLOCK, STEPS, STAGES)),
             (_load, (

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from hf_infcl.ops.triton.kernels_common import (
+    UNSPECIALIZED,
     exp2,
     inside,
     may_match,
@@ -11,13 +12,14 @@ from hf_infcl.ops.triton.kernels_common import (
     own,
     product,
     same,
+    store_tile,
     tile_origin,
 )
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Below this log2 of e = exp(s u + b), which is where nearly every tile of negatives lies (SigLIP starts at b = -10), four
-# terms of the series of log(1 + e) and of e / (1 + e) are exact in float32 and spare the second transcendental.
+# Below this log2 of e = exp(s u + b), where nearly every tile of negatives lies (SigLIP starts at b = -10), four terms
+# of the series of log(1 + e) and of e / (1 + e) are exact in float32 and spare the second transcendental.
 SMALL_LOG2 = tl.constexpr(-6.0)
 
 
@@ -39,7 +41,7 @@ def _softplus(t2):
     return tl.maximum(t2, 0.0) * LN_2 + tail + (t2 - t2)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_cols", "depth", "shift"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def sigmoid_loss_kernel(
     x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, scale, bias,
     parts, n_programs,
@@ -64,7 +66,8 @@ def sigmoid_loss_kernel(
             t = tl.where(inside(rows, cols, n_rows, n_cols), t, -1e30)
         if MASK:
             if may_match(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS):
-                t = tl.where(same(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS) & (own(rows, cols, shift) == 0), -1e30, t)  # fmt: skip
+                others = same(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS) & (own(rows, cols, shift) == 0)
+                t = tl.where(others, -1e30, t)
         if meets_diagonal(row0, col0, shift, BLOCK_M, BLOCK_N):
             t = tl.where(own(rows, cols, shift) & inside(rows, cols, n_rows, n_cols), -t, t)
         if tl.max(t) < SMALL_LOG2:
@@ -74,7 +77,7 @@ def sigmoid_loss_kernel(
         tl.store(parts + tile, total)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_cols", "depth", "shift"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def sigmoid_weights_kernel(
     x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, scale, bias,
     g, g_stride, parts, n_programs, gain,
@@ -103,7 +106,8 @@ def sigmoid_weights_kernel(
             w = 1.0 / (1.0 + exp2(-t))
         if MASK:
             if may_match(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS):
-                w = tl.where(same(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS) & (own(rows, cols, shift) == 0), 0.0, w)  # fmt: skip
+                others = same(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS) & (own(rows, cols, shift) == 0)
+                w = tl.where(others, 0.0, w)
         if diagonal:
             w = tl.where(own(rows, cols, shift), -w, w)
         if (row0 + BLOCK_M > n_rows) | (col0 + BLOCK_N > n_cols):
@@ -111,5 +115,4 @@ def sigmoid_weights_kernel(
         tl.store(parts + tile, gain * tl.sum(w))
         if WANT_SUM:
             tl.store(parts + tiles + tile, gain * tl.sum(w * u))
-        at = g + rows.to(tl.int64)[:, None] * g_stride + cols[None, :]
-        tl.store(at, (w * gain).to(g.dtype.element_ty), mask=inside(rows, cols, n_rows, n_cols))
+        store_tile(g, g_stride, w * gain, row0, col0, n_rows, n_cols, USE_TMA)

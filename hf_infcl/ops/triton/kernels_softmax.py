@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from hf_infcl.ops.triton.kernels_common import (
+    UNSPECIALIZED,
     exp2,
     inside,
     may_match,
@@ -14,6 +15,7 @@ from hf_infcl.ops.triton.kernels_common import (
     own,
     product,
     same,
+    store_tile,
     tile_origin,
 )
 
@@ -41,9 +43,12 @@ def _exact_statistics(u, s2, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _add(to, value, mask):
-    """Adds to running statistics that no other program touches in this launch."""
-    tl.store(to, tl.load(to, mask=mask, other=0.0) + value, mask=mask)
+def _add(to, value, mask, FRESH: tl.constexpr):
+    """Adds to running statistics that no other program touches in this launch; FRESH: nothing stands there yet."""
+    if FRESH:
+        tl.store(to, value, mask=mask)
+    else:
+        tl.store(to, tl.load(to, mask=mask, other=0.0) + value, mask=mask)
 
 
 @triton.jit
@@ -51,7 +56,7 @@ def _tile_statistics(
     tile, x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, s2,
     row_stats, col_stats, row_stats_stride, col_stats_stride, row_parts, col_parts, doubts,
     ROWS: tl.constexpr, COLS: tl.constexpr, ID_COLUMNS: tl.constexpr, MASK: tl.constexpr, MANY_POSITIVES: tl.constexpr,
-    SMOOTH: tl.constexpr, EXACT: tl.constexpr, REPAIR: tl.constexpr,
+    SMOOTH: tl.constexpr, EXACT: tl.constexpr, REPAIR: tl.constexpr, FRESH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
@@ -91,11 +96,11 @@ def _tile_statistics(
                 partner = rows + shift
                 paired = (rows < n_rows) & (partner >= col0) & (partner < tl.minimum(col0 + BLOCK_N, n_cols))
                 if ROWS:
-                    _add(row_stats + 2 * row_stats_stride + rows, at_pair, paired)
-                    _add(row_stats + 3 * row_stats_stride + rows, 1.0, paired)
+                    _add(row_stats + 2 * row_stats_stride + rows, at_pair, paired, FRESH)
+                    _add(row_stats + 3 * row_stats_stride + rows, 1.0, paired, FRESH)
                 if COLS:
-                    _add(col_stats + 2 * col_stats_stride + partner, at_pair, paired)
-                    _add(col_stats + 3 * col_stats_stride + partner, 1.0, paired)
+                    _add(col_stats + 2 * col_stats_stride + partner, at_pair, paired, FRESH)
+                    _add(col_stats + 3 * col_stats_stride + partner, 1.0, paired, FRESH)
         if MASK:
             if may_match(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS):
                 others = same(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS) & (own(rows, cols, shift) == 0)
@@ -139,21 +144,21 @@ def _tile_statistics(
         tl.store(col_at + col_plane, col_sum, mask=cols < n_cols)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_cols", "depth", "shift"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def statistics_kernel(
     x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, scale,
     row_stats, col_stats, row_stats_stride, col_stats_stride,
     row_parts, col_parts, doubts, n_programs,
     ROWS: tl.constexpr, COLS: tl.constexpr, ID_COLUMNS: tl.constexpr, MASK: tl.constexpr, MANY_POSITIVES: tl.constexpr,
-    SMOOTH: tl.constexpr, EXACT: tl.constexpr, REPAIR: tl.constexpr,
+    SMOOTH: tl.constexpr, EXACT: tl.constexpr, REPAIR: tl.constexpr, FRESH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr, USE_TMA: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """Statistics of every tile: (reference, sum of 2^(s2 (u - reference))) of its rows and of its columns.
 
-    row_parts: (K, column tiles, n_rows) float32, K = 2 + 2 MANY_POSITIVES + 2 SMOOTH: reference, sum, then sum and count
-    of positives, then sum and count of candidates. col_parts: (K, row tiles, n_cols) likewise. Where every row has one
-    positive at most, the one tile that holds it adds it to the running statistics itself.
+    row_parts: (K, column tiles, n_rows) float32, K = 2 + 2 MANY_POSITIVES + 2 SMOOTH: reference, sum, then sum and
+    count of positives, then sum and count of candidates. col_parts: (K, row tiles, n_cols) likewise. Where every row
+    has one positive at most, the one tile that holds it adds it to the running statistics itself (FRESH: sets it).
 
     One exponential per element serves the tile's row and column alike, relative to the tile's maximum. doubts: (tiles,)
     int32, set where some sum came out too small for that; a second launch (EXACT, REPAIR) does those tiles again, each
@@ -171,21 +176,38 @@ def statistics_kernel(
             _tile_statistics(
                 tile, x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, s2,
                 row_stats, col_stats, row_stats_stride, col_stats_stride, row_parts, col_parts, doubts,
-                ROWS, COLS, ID_COLUMNS, MASK, MANY_POSITIVES, SMOOTH, EXACT, REPAIR,
+                ROWS, COLS, ID_COLUMNS, MASK, MANY_POSITIVES, SMOOTH, EXACT, REPAIR, FRESH,
                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP, PRECISION, USE_TMA,
             )  # fmt: skip
 
 
 @triton.jit
+def _plane_sum(plane, at, there, n, tiles, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, tiles, STEP):
+        steps = first + tl.arange(0, STEP)
+        mask = (steps < tiles)[:, None] & there[None, :]
+        total += tl.sum(tl.load(plane + steps.to(tl.int64)[:, None] * n + at[None, :], mask=mask, other=0.0), 0)
+    return total
+
+
+@triton.jit
 def _merge(
-    parts, stats, stats_stride, n, tiles, block, s2,
-    MANY_POSITIVES: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    parts, stats, stats_stride, n, tiles, block, s, smoothing,
+    MANY_POSITIVES: tl.constexpr, SMOOTH: tl.constexpr, FRESH: tl.constexpr, LOSS: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
+    """Merges BLOCK rows; returns the sum of their losses (LOSS)."""
+    s2 = s * LOG2_E
     at = block * BLOCK + tl.arange(0, BLOCK)
     there = at < n
     plane = tiles.to(tl.int64) * n
-    highest = tl.load(stats + at, mask=there, other=float("-inf"))
-    total = exp2(tl.load(stats + stats_stride + at, mask=there, other=float("-inf")) * LOG2_E)
+    if FRESH:
+        highest = tl.full((BLOCK,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK,), tl.float32)
+    else:
+        highest = tl.load(stats + at, mask=there, other=float("-inf"))
+        total = exp2(tl.load(stats + stats_stride + at, mask=there, other=float("-inf")) * LOG2_E)
     for first in range(0, tiles, STEP):
         steps = first + tl.arange(0, STEP)
         offset = steps.to(tl.int64)[:, None] * n + at[None, :]
@@ -199,41 +221,69 @@ def _merge(
         sums *= exp2((reference - anchor[None, :]) * s2 + lost)
         total = total * exp2((highest - anchor) * s2) + tl.sum(sums, 0)
         highest = new
+    log_sum = tl.log2(total) * LN_2
     tl.store(stats + at, highest, mask=there)
-    tl.store(stats + stats_stride + at, tl.log2(total) * LN_2, mask=there)
-    # Planes 2 and 3 of the parts go to the statistics' rows 2 and 3 (positives), the last two to rows 4 and 5.
-    for extra in tl.static_range(2 * MANY_POSITIVES + 2 * SMOOTH):
-        more = tl.zeros((BLOCK,), tl.float32)
-        for first in range(0, tiles, STEP):
-            steps = first + tl.arange(0, STEP)
-            mask = (steps < tiles)[:, None] & there[None, :]
-            offset = steps.to(tl.int64)[:, None] * n + at[None, :]
-            more += tl.sum(tl.load(parts + (2 + extra) * plane + offset, mask=mask, other=0.0), 0)
-        to = stats + (extra + (2 if MANY_POSITIVES else 4)) * stats_stride + at
-        tl.store(to, tl.load(to, mask=there, other=0.0) + more, mask=there)
+    tl.store(stats + stats_stride + at, log_sum, mask=there)
+    if MANY_POSITIVES:
+        _add(
+            stats + 2 * stats_stride + at, _plane_sum(parts + 2 * plane, at, there, n, tiles, BLOCK, STEP), there, FRESH
+        )
+        _add(
+            stats + 3 * stats_stride + at, _plane_sum(parts + 3 * plane, at, there, n, tiles, BLOCK, STEP), there, FRESH
+        )
+    if SMOOTH:
+        extra = parts + (2 + 2 * MANY_POSITIVES) * plane
+        _add(stats + 4 * stats_stride + at, _plane_sum(extra, at, there, n, tiles, BLOCK, STEP), there, FRESH)
+        _add(stats + 5 * stats_stride + at, _plane_sum(extra + plane, at, there, n, tiles, BLOCK, STEP), there, FRESH)
+    loss = 0.0
+    if LOSS:
+        target = tl.load(stats + 2 * stats_stride + at, mask=there, other=0.0)
+        target /= tl.load(stats + 3 * stats_stride + at, mask=there, other=1.0)
+        if SMOOTH:
+            mean = tl.load(stats + 4 * stats_stride + at, mask=there, other=0.0)
+            mean /= tl.load(stats + 5 * stats_stride + at, mask=there, other=1.0)
+            target = (1 - smoothing) * target + smoothing * mean
+        loss = tl.sum(tl.where(there, s * (highest - target) + log_sum, 0.0))
+    return loss
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_cols", "row_tiles", "col_tiles", "row_blocks"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "row_tiles", "col_tiles", "row_blocks"])
 def merge_kernel(
     row_parts, col_parts, row_stats, col_stats, row_stats_stride, col_stats_stride,
-    n_rows, n_cols, row_tiles, col_tiles, row_blocks, scale,
-    MANY_POSITIVES: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    n_rows, n_cols, row_tiles, col_tiles, row_blocks, scale, loss_parts, share, smoothing,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+    MANY_POSITIVES: tl.constexpr, SMOOTH: tl.constexpr, FRESH: tl.constexpr, LOSS: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Merges the tiles' statistics into the running ones, in the tiles' order: rows first, then columns.
+    """Merges the tiles' statistics into the running ones (FRESH: makes them), in the tiles' order.
 
-    The first `row_blocks` programs each take BLOCK rows, the others BLOCK columns.
+    The first `row_blocks` programs each take BLOCK rows, the others BLOCK columns. LOSS: every program also writes its
+    rows' loss, times `share`, to loss_parts (programs,).
     """
-    block = tl.program_id(0)
-    s2 = tl.load(scale).to(tl.float32) * LOG2_E
-    if block < row_blocks:
-        _merge(
-            row_parts, row_stats, row_stats_stride, n_rows, col_tiles, block, s2, MANY_POSITIVES, SMOOTH, BLOCK, STEP
-        )
-    else:
-        _merge(
-            col_parts, col_stats, col_stats_stride, n_cols, row_tiles, block - row_blocks, s2,
-            MANY_POSITIVES, SMOOTH, BLOCK, STEP,
+    program = tl.program_id(0)
+    s = tl.load(scale).to(tl.float32)
+    if not COLS:
+        loss = _merge(
+            row_parts, row_stats, row_stats_stride, n_rows, col_tiles, program, s, smoothing,
+            MANY_POSITIVES, SMOOTH, FRESH, LOSS, BLOCK, STEP,
         )  # fmt: skip
+    elif not ROWS:
+        loss = _merge(
+            col_parts, col_stats, col_stats_stride, n_cols, row_tiles, program, s, smoothing,
+            MANY_POSITIVES, SMOOTH, FRESH, LOSS, BLOCK, STEP,
+        )  # fmt: skip
+    elif program < row_blocks:
+        loss = _merge(
+            row_parts, row_stats, row_stats_stride, n_rows, col_tiles, program, s, smoothing,
+            MANY_POSITIVES, SMOOTH, FRESH, LOSS, BLOCK, STEP,
+        )  # fmt: skip
+    else:
+        loss = _merge(
+            col_parts, col_stats, col_stats_stride, n_cols, row_tiles, program - row_blocks, s, smoothing,
+            MANY_POSITIVES, SMOOTH, FRESH, LOSS, BLOCK, STEP,
+        )  # fmt: skip
+    if LOSS:
+        tl.store(loss_parts + program, loss * share)
 
 
 @triton.jit
@@ -243,7 +293,7 @@ def _log_sum_exp(stats, stats_stride, at, there, s2):
     return highest, tl.load(stats + stats_stride + at, mask=there, other=0.0) * LOG2_E
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_cols", "depth", "shift"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def weights_kernel(
     x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, scale,
     row_stats, col_stats, row_stats_stride, col_stats_stride,
@@ -338,5 +388,33 @@ def weights_kernel(
                 w = tl.where(own(rows, cols, shift), w - (ROWS + COLS) * (1 - smoothing), w)
         if WANT_SUM:
             tl.store(sum_parts + tile, gain * tl.sum(tl.where(inside(rows, cols, n_rows, n_cols), w * u, 0.0)))
-        at = g + rows.to(tl.int64)[:, None] * g_stride + cols[None, :]
-        tl.store(at, (w * gain).to(g.dtype.element_ty), mask=inside(rows, cols, n_rows, n_cols))
+        store_tile(g, g_stride, w * gain, row0, col0, n_rows, n_cols, USE_TMA)
+
+
+@triton.jit(do_not_specialize=["n_images", "n_texts", "depth"])
+def gradient_kernel(
+    d_x, d_y, x, x_stride, out_x, out_y, n_images, n_texts, depth, scale, grad, share, sum_parts,
+    FOR_X: tl.constexpr, FOR_Y: tl.constexpr, WANT_SUM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Both gradients from G Y and G'X: times s, the incoming gradient and `share`, rounded once.
+
+    The first programs take a row of images each, the others a row of texts. WANT_SUM: sum_parts (n_images,) receives
+    x_i . (G Y)_i times the incoming gradient and `share`, whose sum is the scale's gradient.
+    """
+    row = tl.program_id(0)
+    common = tl.load(grad).to(tl.float32) * share
+    factor = common * tl.load(scale).to(tl.float32)
+    at = tl.arange(0, BLOCK)
+    inside_row = at < depth
+    if FOR_X and row < n_images:
+        gradient = tl.load(d_x + row.to(tl.int64) * depth + at, mask=inside_row, other=0.0)
+        tl.store(out_x + row.to(tl.int64) * depth + at, (gradient * factor).to(out_x.dtype.element_ty), mask=inside_row)
+        if WANT_SUM:
+            own_x = tl.load(x + row.to(tl.int64) * x_stride + at, mask=inside_row, other=0.0).to(tl.float32)
+            tl.store(sum_parts + row, tl.sum(own_x * gradient) * common)
+    elif FOR_Y:
+        text = row - (n_images if FOR_X else 0)
+        gradient = tl.load(d_y + text.to(tl.int64) * depth + at, mask=inside_row, other=0.0)
+        tl.store(
+            out_y + text.to(tl.int64) * depth + at, (gradient * factor).to(out_y.dtype.element_ty), mask=inside_row
+        )

@@ -76,6 +76,10 @@ class Tiles:
         }
         return cls(arguments, c, tiles_m, tiles_n, programs, processors)
 
+    def weights(self, g: Tensor) -> Any:
+        """A chunk of G as the kernels take it."""
+        return _descriptor(g, self.config.block_m, self.config.block_n) if self.arguments["USE_TMA"] else g
+
     def repair(self) -> "Tiles":
         """The same tiles, for a launch that looks at all and computes few."""
         few = min(self.tiles_m * self.tiles_n, self.processors)

@@ -15,9 +15,11 @@ _WEIGHTS_CHUNK = (8192, 8192)
 _FLOAT16_GAIN = 2.0**14
 
 
-def chunk_shape(device: torch.device, block_size: int | None) -> tuple[int, int]:
-    """Rows and columns of a chunk; `block_size` sets both."""
-    return _WEIGHTS_CHUNK if block_size is None else (block_size, block_size)
+def chunk_shape(device: torch.device, block_size: int | None, forward: bool = False) -> tuple[int, int]:
+    """Rows and columns of a chunk, of the forward or the backward sweep; `block_size` sets both."""
+    if block_size is not None:
+        return block_size, block_size
+    return _STATISTICS_CHUNK if forward else _WEIGHTS_CHUNK
 
 
 def gain(dtype: torch.dtype) -> float:

@@ -32,7 +32,7 @@ def sigmoid_weights(
         sigmoid_weights_kernel,
         scale=scale,
         bias=bias,
-        g=g,
+        g=tiles.weights(g),
         g_stride=g.stride(0),
         parts=parts,
         gain=gain(rows.embeds.dtype),

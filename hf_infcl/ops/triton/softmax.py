@@ -60,9 +60,9 @@ def statistics(
     if on_hopper:
         hopper.launch_statistics(tiles, **sides, **{k: v for k, v in options.items() if k != "MANY_POSITIVES"})
     else:
-        tiles.launch(statistics_kernel, **sides, **options, EXACT=exact, REPAIR=False)
+        tiles.launch(statistics_kernel, **sides, **options, EXACT=exact, REPAIR=False, FRESH=False)
     if not exact:
-        tiles.repair().launch(statistics_kernel, **sides, **options, EXACT=True, REPAIR=True)
+        tiles.repair().launch(statistics_kernel, **sides, **options, EXACT=True, REPAIR=True, FRESH=False)
     row_blocks = cdiv(n_rows, _MERGE_ROWS) if row_stats is not None else 0
     col_blocks = cdiv(n_cols, _MERGE_ROWS) if col_stats is not None else 0
     merge_kernel[(row_blocks + col_blocks,)](
@@ -72,6 +72,13 @@ def statistics(
         row_tiles=tiles.tiles_m,
         col_tiles=tiles.tiles_n,
         row_blocks=row_blocks,
+        ROWS=row_stats is not None,
+        COLS=col_stats is not None,
+        loss_parts=None,
+        share=0.0,
+        smoothing=0.0,
+        FRESH=False,
+        LOSS=False,
         MANY_POSITIVES=many,
         SMOOTH=smooth,
         BLOCK=_MERGE_ROWS,
@@ -119,5 +126,7 @@ def softmax_weights(
     else:
         many = rule.duplicates == "positive" and tiles.arguments["ID_COLUMNS"] > 0
         exact = _exact(precision, dtype)
-        tiles.launch(weights_kernel, g=g, g_stride=g.stride(0), **common, MANY_POSITIVES=many, EXACT=exact)
+        tiles.launch(
+            weights_kernel, g=tiles.weights(g), g_stride=g.stride(0), **common, MANY_POSITIVES=many, EXACT=exact
+        )
     return g, None if sums is None else sums.sum()
