@@ -142,6 +142,7 @@ def run_demo(output_dir: str | Path, seed: int = 0, sizes: Sizes | None = None) 
     use_one_line(base)
     base.train()
     base.save_model()
+    write_run(base, name="tiny-clip-drawings", dataset="sample:drawing")
 
     batch = MICRO_BATCH * sizes.accumulation
     _say(

@@ -37,6 +37,7 @@ class RunFacts:
         skipped_rows: rows of the training split that were left out (unreadable picture, no caption).
         image_column: column of the images.
         caption_column: column of the captions.
+        text_kwargs: how the model's text has to be padded and cut (SigLIP's: to its full length).
         loss: name of the loss's class.
         loss_options: what `get_config_dict()` of the loss returns.
         citation: BibTeX of the loss's source.
@@ -72,6 +73,7 @@ class RunFacts:
     skipped_rows: int | None = None
     image_column: str | None = None
     caption_column: str | None = None
+    text_kwargs: dict[str, Any] = field(default_factory=lambda: {"padding": True, "truncation": True})
     loss: str | None = None
     loss_options: dict[str, Any] = field(default_factory=dict)
     citation: str | None = None
@@ -146,7 +148,7 @@ def _template() -> jinja2.Template:
         undefined=jinja2.StrictUndefined,
         autoescape=False,
     )
-    environment.filters.update(count=_count, size=_size, duration=_duration, value=_value)
+    environment.filters.update(count=_count, size=_size, duration=_duration, value=_value, code=_code)
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
 
 
@@ -226,6 +228,10 @@ def _duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = seconds / 60
     return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
+def _code(option: Any) -> str:
+    return f'"{option}"' if isinstance(option, str) else repr(option)
 
 
 def _value(number: float | None) -> str:

@@ -15,13 +15,13 @@ from hf_infcl.hub.plots import PLOT_NAME, plot_history
 
 # What decides how a run goes, besides the batch, in the order of the card.
 _HYPERPARAMETERS = (
-    "learning_rate", "lr_scheduler_type", "warmup_steps", "num_train_epochs", "max_steps", "weight_decay", "optim",
+    "learning_rate", "lr_scheduler_type", "warmup_steps", "num_train_epochs", "weight_decay", "optim",
     "max_grad_norm", "label_smoothing_factor", "bf16", "fp16", "memory_bank_size", "num_hard_negatives",
     "freeze_vision_model", "freeze_text_model", "logit_scale_max", "train_logit_scale", "batch_sampler", "captions",
     "seed",
 )  # fmt: skip
 # Options that say something only when they are switched on, or only beside another.
-_SILENT = (None, False, "", 0, 0.0)
+_SILENT = (None, False, "", 0, 0.0, "batch_sampler", "single")
 _VERSIONS = ("torch", "transformers", "peft", "accelerate", "datasets")
 
 
@@ -57,6 +57,7 @@ def run_facts(
         "skipped_rows": len(getattr(trainer.train_dataset, "skipped", None) or []) or None,
         "image_column": getattr(trainer.train_dataset, "image_column", args.image_column),
         "caption_column": getattr(trainer.train_dataset, "caption_column", args.caption_column),
+        **_text_kwargs(trainer),
         "loss": type(trainer.loss).__name__,
         "loss_options": trainer.loss.get_config_dict() if hasattr(trainer.loss, "get_config_dict") else {},
         "citation": getattr(trainer.loss, "citation", None),
@@ -114,15 +115,19 @@ def _length(dataset: Any) -> int | None:
     return len(dataset) if hasattr(dataset, "__len__") and not isinstance(dataset, dict) else None
 
 
+def _text_kwargs(trainer: Any) -> dict[str, Any]:
+    """Of a collator of the user's own nothing is known."""
+    kwargs = getattr(trainer.data_collator, "text_kwargs", None)
+    return {"text_kwargs": dict(kwargs)} if kwargs else {}
+
+
 def _hyperparameters(args: Any) -> dict[str, Any]:
     shown = {}
     for name in _HYPERPARAMETERS:
         value = getattr(args, name, None)
         value = getattr(value, "value", value)
-        redundant = (
-            (name == "max_steps" and args.max_steps <= 0)
-            or (name == "num_train_epochs" and args.max_steps > 0)
-            or (name == "num_hard_negatives" and args.loss_type != "hard_negative")
+        redundant = (name == "num_train_epochs" and args.max_steps > 0) or (
+            name == "num_hard_negatives" and args.loss_type != "hard_negative"
         )
         if (value not in _SILENT or name == "seed") and not redundant:
             shown[name] = value
@@ -149,6 +154,6 @@ def _peak_memory(trainer: Any) -> int | None:
 
 def _device(args: Any) -> str:
     if args.device.type != "cuda":
-        return f"{torch.get_num_threads()} CPU threads ({platform.machine()})"
+        return f"CPU ({platform.machine()}, threads: {torch.get_num_threads()})"
     name = torch.cuda.get_device_name(args.device)
     return f"{args.world_size} x {name}" if args.world_size > 1 else name

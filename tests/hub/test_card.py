@@ -139,6 +139,13 @@ def test_what_is_unknown_is_left_out():
     assert "model-index" not in text
 
 
+def test_the_example_pads_text_as_the_model_wants_it():
+    assert 'return_tensors="pt", padding=True, truncation=True)' in render_model_card(full_facts())
+    text_kwargs = {"padding": "max_length", "truncation": True, "max_length": 64}
+    text = render_model_card(full_facts(text_kwargs=text_kwargs))
+    assert 'return_tensors="pt", padding="max_length", truncation=True, max_length=64)' in text
+
+
 def test_a_whole_model_is_called_one():
     text = render_model_card(full_facts(adapter=None, adapter_bytes=None, before={}))
     assert "Image-text dual encoder, fine-tuned from [openai/" in text
