@@ -1,5 +1,6 @@
 """Several processes train as one: the same trajectory, the same evaluation, and they stop together."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ def train(rank: int, world: int, folder: str, options: dict[str, Any]) -> dict[s
     adapter = options.pop("adapter", None)
     rows = options.pop("rows", 48)
     family = options.pop("family", "clip")
+    steps = options.pop("steps", {1: 6, 2: 3, 3: 2, 4: 2})[world]
     torch.manual_seed(1)
     run = trainer(
         Path(folder),
@@ -28,7 +30,8 @@ def train(rank: int, world: int, folder: str, options: dict[str, Any]) -> dict[s
         per_device_eval_batch_size=2,
         peft_config=None if adapter is None else lora(**adapter),
         train_logit_scale=True,
-        gradient_accumulation_steps=24 // (4 * world),
+        per_device_train_batch_size=24 // (steps * world),
+        gradient_accumulation_steps=steps,
         **{"optim": "sgd", "learning_rate": 0.05, "max_steps": 10, **options},
     )
     run.train()
@@ -60,30 +63,49 @@ def together(results: list[dict[str, Any]]) -> dict[str, Any]:
 CASES = {
     "full": {},
     "lora": {"adapter": {}},
+    "without accumulation": {"steps": {1: 1, 2: 1, 3: 1, 4: 1}},
     "sigmoid": {"family": "siglip"},
     "frozen tower": {"freeze_vision_model": True},
     "memory bank": {"memory_bank_size": 20},
     "hard negatives": {"loss_type": "hard_negative", "num_hard_negatives": 5},
     "rows left over": {"rows": 47, "num_train_epochs": 4, "max_steps": -1},
 }
+WORLDS = {2: list(CASES), 3: ["full", "hard negatives"], 4: ["full", "lora"]}
+# The texts travel; or they are gathered, which shows in the loss alone.
+PATHS = {"0": list(CASES), "1000000": ["full", "hard negatives"]}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_1_2_and_3_processes_follow_one_trajectory(tmp_path, case):
-    options = CASES[case]
-    alone = train(0, 1, str(tmp_path), options)
-    worlds = (2, 3) if case == "full" else (2,)
-    for world in worlds:
-        results = run_processes(train, world, args=(str(tmp_path), options))
-        found = together(results)
-        torch.testing.assert_close(torch.tensor(found["log"]), torch.tensor(alone["log"]), rtol=1e-5, atol=1e-5)
-        for name, value in alone["parameters"].items():
-            torch.testing.assert_close(found["parameters"][name], value, rtol=1e-5, atol=1e-5)
-        assert found["predictions"] == alone["predictions"] == 7
-        for name, value in alone["evaluation"].items():
-            assert found["evaluation"][name] == pytest.approx(value, rel=1e-5), name
-        if alone["bank"] is not None:
-            assert sorted(row for result in results for row in result["bank"]) == sorted(alone["bank"])
+def train_each(rank: int, world: int, folder: str) -> dict[tuple[str, str], dict[str, Any]]:
+    found = {}
+    for limit, cases in PATHS.items():
+        os.environ["HF_INFCL_GATHER_BELOW"] = limit
+        for case in cases:
+            if case in WORLDS[world]:
+                found[case, limit] = train(rank, world, folder, CASES[case])
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> dict[str, dict[str, Any]]:
+    """What one process finds."""
+    return {case: train(0, 1, str(tmp_path_factory.mktemp("alone")), options) for case, options in CASES.items()}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_several_processes_follow_the_trajectory_of_one(tmp_path, alone, world):
+    by_rank = run_processes(train_each, world, timeout=240, args=(str(tmp_path),))
+    for case, limit in by_rank[0]:
+        results = [found[case, limit] for found in by_rank]
+        found, expected = together(results), alone[case]
+        close = dict(rtol=1e-5, atol=1e-5, msg=lambda text, case=case, limit=limit: f"{case}, {limit}: {text}")
+        torch.testing.assert_close(torch.tensor(found["log"]), torch.tensor(expected["log"]), **close)
+        for name, value in expected["parameters"].items():
+            torch.testing.assert_close(found["parameters"][name], value, **close)
+        assert found["predictions"] == expected["predictions"] == 7
+        for name, value in expected["evaluation"].items():
+            assert found["evaluation"][name] == pytest.approx(value, rel=1e-5), (case, name)
+        if expected["bank"] is not None:
+            assert sorted(row for result in results for row in result["bank"]) == sorted(expected["bank"])
 
 
 def spoilt(rank: int, world: int, folder: str) -> str:
