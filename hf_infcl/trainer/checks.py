@@ -1,10 +1,12 @@
 """What is refused before the first step, with what came, what was expected and what to do about it."""
 
 import difflib
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import TrainingArguments
 
@@ -22,6 +24,29 @@ def listed(names: Iterable[str]) -> str:
     names = list(names)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """What is refused inside on one process is refused on every process.
+
+    Raises:
+        ValueError: one process's; with several of them, what each that refused had to say.
+    """
+    refused: ValueError | None = None
+    try:
+        yield
+    except ValueError as error:
+        refused = error
+    if not (dist.is_available() and dist.is_initialized()):
+        if refused is not None:
+            raise refused
+        return
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, None if refused is None else str(refused))
+    said = [f"process {rank}: {text}" for rank, text in enumerate(everyone) if text is not None]
+    if said:
+        raise ValueError("; ".join(said)) from refused
 
 
 def check_arguments(args: TrainingArguments) -> None:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
@@ -267,6 +268,9 @@ class InfCLConfig(TrainingArguments):
     def __post_init__(self) -> None:
         self._choose_best_metric()
         super().__post_init__()
+        if self.device.type == "cpu":
+            # On several processes it is "cpu:0", to which transformers 5.17 cannot restore an optimizer.
+            self.__dict__["_setup_devices"] = torch.device("cpu")
         self._check_own_fields()
 
     @property

@@ -290,7 +290,9 @@ class InfCLTrainer(SavingTrainer, EvaluatingTrainer):
                 raise ValueError(f"there is no checkpoint in output_dir={self.args.output_dir!r} to resume from")
         if resume_from_checkpoint:
             needs_bank = self.args.memory_bank_size > 0
-            check_checkpoint(str(resume_from_checkpoint), self.model, self.args, needs_bank=needs_bank)
+            # Each process has files of its own; without this the others would wait for one that lacks its own.
+            with checks.failing_together():
+                check_checkpoint(str(resume_from_checkpoint), self.model, self.args, needs_bank=needs_bank)
         self._said_dropped = self._said_repeats = False
         self._card_is_current = False
         self._set_memory_bank(None)

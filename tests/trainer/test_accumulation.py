@@ -193,6 +193,32 @@ def test_a_locked_side_with_dropout_does_not_shift_the_random_numbers_of_the_oth
     close({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, found, 1e-6)
 
 
+def test_what_is_kept_for_the_backward_pass_is_one_micro_batchs():
+    model = prepare_dual_encoder(tiny_clip())
+
+    def kept(size: int) -> list[int]:
+        """Bytes that autograd keeps of the model in the first pass, then in each micro-batch's second."""
+        step = step_over(model, list(pieces(Rows(8), size)), Sides(*INPUTS), loss=lambda image, *_, **__: image.sum())
+        counts = []
+
+        def keep(tensor):
+            counts[-1] += tensor.numel() * tensor.element_size()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            counts.append(0)
+            step.begin()
+            for index in range(len(step)):
+                counts.append(0)
+                step.surrogate(index)
+        return counts
+
+    whole, pieces_of_it = kept(8), kept(2)
+    assert pieces_of_it[0] < whole[0] / 100
+    # Weights are counted in each, hence not a quarter.
+    assert max(pieces_of_it) < whole[0] / 2
+
+
 def test_float16_gradients_at_the_embeddings_do_not_underflow():
     """At s = 1 and N = 1024 pairs that are nearly learnt, the gradient is below float16's smallest number."""
     torch.manual_seed(0)

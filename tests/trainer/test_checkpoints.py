@@ -173,6 +173,22 @@ def test_the_saved_adapter_is_whole(tmp_path):
     assert torch.equal(plain.get_base_model().logit_scale, run.model.get_base_model().logit_scale)
 
 
+def test_a_push_writes_a_card_and_leaves_a_fuller_one(tmp_path):
+    run = trainer(tmp_path, peft_config=lora())
+    run.train()
+    run.create_model_card()
+    card = Path(tmp_path, "README.md")
+    assert "generated_from_trainer" in card.read_text()
+    run.save_model()
+    card.write_text(card.read_text() + "And more.")
+    run.create_model_card(model_name="x")
+    assert card.read_text().endswith("And more.")
+    # Another training makes it outdated.
+    run.train()
+    run.create_model_card()
+    assert not card.read_text().endswith("And more.")
+
+
 def test_the_saved_model_is_a_plain_transformers_model(tmp_path):
     run = trainer(tmp_path)
     run.processing_class = tiny_processor("clip")

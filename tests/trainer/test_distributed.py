@@ -183,6 +183,24 @@ def test_resuming_on_two_processes_is_exact(tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def resumed_without_a_file(rank: int, world: int, folder: str) -> str:
+    options = dict(max_steps=2, save_strategy="steps", save_steps=1, per_device_train_batch_size=2)
+    trainer(Path(folder), **options).train()
+    if rank == 1:
+        Path(folder, "checkpoint-1", "rng_state_1.pth").unlink()
+    torch.distributed.barrier()
+    with pytest.raises(ValueError) as error:
+        trainer(Path(folder), **options).train(str(Path(folder, "checkpoint-1")))
+    return str(error.value)
+
+
+def test_a_file_that_one_process_lacks_stops_all(tmp_path):
+    first, second = run_processes(resumed_without_a_file, 2, args=(str(tmp_path),))
+    assert first == second
+    assert first.startswith("process 1: the checkpoint")
+    assert "lacks rng_state_1.pth" in first
+
+
 def too_few(rank: int, world: int, folder: str) -> None:
     trainer(Path(folder), eval_dataset=Rows(1)).evaluate()
 
