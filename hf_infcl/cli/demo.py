@@ -183,6 +183,8 @@ def run_demo(output_dir: str | Path, seed: int = 0, sizes: Sizes | None = None) 
         "adapter_bytes": (adapter_folder / WEIGHTS_NAME).stat().st_size,
         "seconds": time.perf_counter() - started,
         "peak_memory_bytes": int(peak_gib * 2**30),
+        "kept_bytes": kept_bytes(trainer),
+        "accumulation": sizes.accumulation,
         "contrastive_batch_size": batch,
         "folder": folder,
     }
@@ -206,6 +208,27 @@ def reload_in_fresh_process(base: Path, adapter: Path) -> None:
     script = Path(__file__).with_name("demo_reload.py")
     paths = (script, base, adapter, adapter / PICTURE, adapter / "captions.txt")
     subprocess.run([sys.executable, "-W", _QUIET, *map(str, paths)], check=True)
+
+
+def kept_bytes(trainer: Any) -> int:
+    """What one micro-batch of a trainer keeps for its backward pass: the graph's saved tensors, parameters aside."""
+    import torch
+
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in trainer.model.parameters()}
+    storages: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    batch = next(iter(trainer.get_train_dataloader()))
+    batch.pop("ids", None)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = trainer.model(**batch)  # kept until all of its graph has been counted
+    del output
+    return sum(storages.values())
 
 
 def dense_loss_bytes(pairs: int) -> int:
@@ -233,14 +256,16 @@ def report(result: dict[str, Any]) -> None:
     }
     console.print()
     console.print(metrics_table(recalls, "Photo-like test scenes, which neither training saw"))
-    batch = result["contrastive_batch_size"]
+    batch, kept = result["contrastive_batch_size"], result["kept_bytes"]
     facts = Table(show_header=False)
     for name, value in (
         ("adapter file", f"{result['adapter_bytes'] / 2**10:.0f} KiB"),
         ("seconds, all together", f"{result['seconds']:.0f}"),
         ("peak memory of this process", f"{result['peak_memory_bytes'] / 2**20:.0f} MiB"),
-        (f"a dense loss's N x N matrices at {batch:,} pairs", f"{dense_loss_bytes(batch) / 2**20:.0f} MiB"),
-        ("the same at 65,536 pairs", f"{dense_loss_bytes(65_536) / 2**30:.0f} GiB; here a few blocks, whatever N"),
+        ("activations kept for the backward pass, here", f"{kept / 2**20:.0f} MiB ({MICRO_BATCH} pairs)"),
+        ("the same for a dense loss", f"{kept * result['accumulation'] / 2**20:,.0f} MiB ({batch:,} pairs)"),
+        ("and its N x N matrices", f"{dense_loss_bytes(batch) / 2**20:.0f} MiB"),
+        ("at 65,536 pairs", f"{dense_loss_bytes(65_536) / 2**30:.0f} GiB; here a few blocks, whatever N"),
     ):
         facts.add_row(name, value)
     console.print(facts)

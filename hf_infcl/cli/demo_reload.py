@@ -18,7 +18,7 @@ model = PeftModel.from_pretrained(AutoModel.from_pretrained(base), adapter).eval
 processor = AutoProcessor.from_pretrained(adapter)
 
 texts = Path(captions).read_text(encoding="utf-8").splitlines()
-inputs = processor(text=texts, images=Image.open(picture), padding=True, return_tensors="pt")
+inputs = processor(text=texts, images=Image.open(picture), padding=True, truncation=True, return_tensors="pt")
 with torch.no_grad():
     probabilities = model(**inputs).logits_per_image.softmax(dim=-1)[0]
 print(f"captions for {picture}, whose own is {texts[0]!r}:")
