@@ -18,8 +18,8 @@ class TopK:
     """The best k candidates of each of n rows so far, under one order: higher score, then lower global index.
 
     Attributes:
-        scores: (n, k) products x.y, best first; -inf where fewer than k candidates were seen. A NaN counts as the
-            highest score, so that it stays and reaches the loss.
+        scores: (n, k) products x.y, in any order; -inf where fewer than k candidates were seen. A NaN counts as the
+            highest score, so that it stays and reaches the loss (Triton's kernels keep it as +inf).
         indices: (n, k) int64 global indices of the candidates, -1 where there is none.
         counts: (2,) int64, shared by all views: (row, block) pairs skipped, and met.
     """
@@ -54,6 +54,16 @@ class TopK:
         skipped, met = self.counts.to(torch.float32)
         return skipped / met.clamp(min=1)
 
+    @property
+    def hardest(self) -> Tensor:
+        """(n,) the best score of every row."""
+        return self.scores.amax(1)
+
+    def in_order(self) -> tuple[Tensor, Tensor]:
+        """Scores and indices, best first; a score that overflowed is NaN."""
+        scores, indices = merged(self.scores, self.indices, self.scores[:, :0], self.indices[:, :0])
+        return scores.masked_fill(scores == torch.inf, torch.nan), indices
+
     def offer_(self, scores: Tensor, offset: int) -> None:
         """Takes in what belongs into the best k.
 
@@ -66,7 +76,7 @@ class TopK:
         """
         if scores.shape[1] == 0:
             return
-        skipped = scores.amax(1) < self.scores[:, -1]
+        skipped = scores.amax(1) < self.scores.amin(1)
         self.counts[0] += skipped.sum()
         self.counts[1] += len(self)
         if scores.device.type == "cpu":
@@ -197,7 +207,7 @@ def selected_statistics(positive: Tensor, best: TopK, scale: Tensor, rule: Rule)
         best: the selected negatives of the same rows.
     """
     stats = Statistics.empty(len(best), rule, device=positive.device, dtype=positive.dtype)
-    highest = torch.maximum(positive, best.scores[:, 0])
+    highest = torch.maximum(positive, best.hardest)
     total = (scale * (positive - highest)).exp_()
     total += (best.scores - highest[:, None]).mul_(scale).exp_().sum(1)
     stats.data[MAX], stats.data[LOG_SUM] = highest, total.log_()

@@ -126,7 +126,7 @@ def hard_negative_forward(
 
 
 def _counts(best: TopK, positive: Tensor) -> HardNegativeCounts:
-    hardest = best.scores[:, 0]
+    hardest = best.hardest
     exists = hardest != -torch.inf
     skipped, met = best.counts
     counted = (
@@ -330,4 +330,4 @@ def hardest(queries: Side, keys: Side, spec: HardNegativeSpec) -> tuple[Tensor, 
 
     _, travelling = shards(layout, keys.embeds, keys.embeds, keys.ids)
     around(layout, travelling, (), visit, _merge_best)
-    return best.scores, best.indices, layout.world.sum_(best.counts)
+    return *best.in_order(), layout.world.sum_(best.counts)

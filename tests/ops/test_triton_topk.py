@@ -1,0 +1,152 @@
+"""Triton's top-k sweep against the PyTorch one, in the interpreter (on a CPU) or on the GPU."""
+
+import pytest
+import torch
+
+from hf_infcl.ops import Engine, Side, TopK
+from hf_infcl.ops.dispatch import triton_installed
+from hf_infcl.ops.topk import Links, block_link_gradient, block_topk
+
+pytestmark = pytest.mark.skipif(not triton_installed(), reason="needs triton, which is for Linux only")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def integers(n, d=5, dtype=torch.float32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(-2, 3, (n, d), generator=g).to(DEVICE, dtype)
+
+
+def search(backend, k, blocks, n_rows, directions=(True, True), ceilings=(None, None), block_size=None, pairs=True):
+    """The best k of a side of rows and one of columns after a sequence of blocks of columns, best first."""
+    rows = blocks[0][0]
+    engine = Engine.of(rows.embeds, backend, "ieee", block_size)
+    make = lambda n: TopK.empty(n, k, device=DEVICE, dtype=torch.float32)  # noqa: E731
+    row_best = make(n_rows) if directions[0] else None
+    found = []
+    for rows, cols in blocks:
+        col_best = make(len(cols)) if directions[1] else None
+        block_topk(
+            engine, rows, cols, row_best, col_best, exclude_pairs=pairs, row_ceiling=ceilings[0],
+            col_ceiling=None if ceilings[1] is None else ceilings[1][: len(cols)],
+        )  # fmt: skip
+        if col_best is not None:
+            found += col_best.in_order()
+            assert 0 <= col_best.skip_ratio <= 1
+    return (*(row_best.in_order() if row_best is not None else ()), *found)
+
+
+def assert_same(k, blocks, n_rows, **options):
+    for a, b in zip(
+        search("triton", k, blocks, n_rows, **options), search("torch", k, blocks, n_rows, **options), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def sides(n, m, offset=0, ids=0, dtype=torch.float32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    labels = torch.randint(-(2**40), 2**40, (40,), generator=g).to(DEVICE)
+    draw = lambda size: labels[torch.randint(0, 40, (size, 2), generator=g).to(DEVICE)] if ids else None  # noqa: E731
+    return Side(integers(n, dtype=dtype, seed=seed), 0, draw(n)), Side(
+        integers(m, dtype=dtype, seed=1), offset, draw(m)
+    )
+
+
+# In registers and in buffers; the buffer of k = 70 holds two tiles more.
+KS = (1, 20, 70)
+
+
+@pytest.mark.parametrize("k", KS)
+@pytest.mark.parametrize(("n", "m", "offset", "ids"), [(20, 37, 0, 0), (17, 70, 5, 1), (1, 1, 0, 0)])
+def test_ties_pairs_and_ids(k, n, m, offset, ids):
+    rows, cols = sides(n, m, offset, ids)
+    assert_same(k, [(rows, cols)], n)
+
+
+@pytest.mark.parametrize("k", KS)
+def test_blocks_in_any_order(k):
+    rows, cols = sides(8, 90, 0, 1)
+    blocks = [(rows, cols[slice(30 * part, 30 * part + 30)]) for part in (1, 0, 2)]
+    assert_same(k, blocks, 8, directions=(True, False))
+
+
+def test_columns_in_segments(monkeypatch):
+    from hf_infcl.ops.triton import topk
+
+    monkeypatch.setattr(topk, "_TILES_PER_SEGMENT", 1)
+    rows, cols = sides(20, 100, 0, 1)
+    for k in (1, 5, 33):
+        assert_same(
+            k, [(rows, cols[slice(50, 100)]), (rows, cols[slice(0, 50)])], 20, directions=(True, False), block_size=16
+        )
+
+
+@pytest.mark.parametrize("k", [2, 70])
+@pytest.mark.parametrize("kind", ["equal", "sorted", "hardest last", "nan"])
+def test_hard_orders(k, kind):
+    x, y = integers(8), integers(150, seed=1)
+    if kind == "equal":
+        y[:] = y[0]
+    if kind in ("sorted", "hardest last"):
+        x[:] = 1.0
+        y = torch.linspace(-75, 74, 150, device=DEVICE).round()[:, None].expand(-1, 5).contiguous()
+        if kind == "sorted":
+            y = y.flip(0)
+    if kind == "nan":
+        y[[3, 120], 1] = torch.nan
+    assert_same(k, [(Side(x), Side(y, 1000))], 8, directions=(True, False))
+
+
+@pytest.mark.parametrize("k", [3, 70])
+def test_ceilings_and_no_pairs(k):
+    rows, cols = sides(20, 100)
+    ceilings = torch.linspace(-6, 8, 20, device=DEVICE).round(), torch.linspace(-6, 8, 100, device=DEVICE).round()
+    assert_same(k, [(rows, cols)], 20, ceilings=ceilings)
+    assert_same(k, [(rows, cols)], 20, pairs=False)
+    assert_same(k, [(rows, cols)], 20, directions=(False, True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_and_block_sizes(dtype):
+    rows, cols = sides(18, 90, dtype=dtype)
+    for k, block_size in ((3, 16), (70, 64), (3, 7)):
+        assert_same(k, [(rows, cols)], 18, block_size=block_size, directions=(True, False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kinds", [(True, True), (True, False), (False, True)])
+def test_link_gradients(dtype, kinds):
+    n, m, d, k = 19, 33, 20, 5
+    g = torch.Generator().manual_seed(0)
+    target = Side(torch.randn(n, d, generator=g).to(DEVICE, dtype), 7)
+    source = Side(torch.randn(m, d, generator=g).to(DEVICE, dtype), 100)
+    links = []
+    for size, low, high in ((n, 95, 140), (m, 0, 30)):  # some outside
+        weights = torch.randn(size, k, generator=g).to(DEVICE)
+        links.append(Links(weights, torch.randint(low, high, (size, k), generator=g).to(DEVICE)))
+    links[0].indices[2] = -1
+    results = []
+    for backend in ("triton", "torch"):
+        out = torch.ones(n, d, device=DEVICE)
+        engine = Engine.of(target.embeds, backend, "ieee", None)
+        given = [link if kind else None for link, kind in zip(links, kinds, strict=True)]
+        block_link_gradient(engine, target, source, *given, torch.tensor(0.5, device=DEVICE), out)
+        results.append(out)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("k", [3, 70])
+def test_the_loss_matches_pytorchs(k):
+    from hf_infcl import MemoryBank, hard_negative_loss
+
+    bank = MemoryBank(12, 5, device=DEVICE)
+    bank.push(integers(15, seed=3), integers(15, seed=4), torch.arange(15, device=DEVICE))
+    ids = (torch.arange(20) // 2).to(DEVICE)
+    results = []
+    for backend in ("triton", "torch"):
+        leaves = [integers(20), integers(20, seed=1), torch.tensor([0.5], device=DEVICE)]
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        loss = hard_negative_loss(*leaves, k=k, ids=ids, bank=bank, backend=backend, relative_margin=0.1)
+        results.append((loss, *torch.autograd.grad(loss, leaves)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
