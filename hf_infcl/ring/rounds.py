@@ -18,13 +18,12 @@ things here that say who holds what when.
 
 from collections.abc import Callable, Sequence
 
-import torch.distributed as dist
 from torch import Tensor
 
 from hf_infcl.ops import Side
-from hf_infcl.ring.layout import Layout, wait_for
+from hf_infcl.ring.layout import Layout
 from hf_infcl.ring.shards import Shard
-from hf_infcl.ring.world import World
+from hf_infcl.ring.world import PAYLOAD_TAG, YIELD_TAG
 
 # What a block's arithmetic makes for the visiting rows: tensors whose first dimension is rows of `Shard.batch`.
 Yield = tuple[Tensor, ...]
@@ -32,8 +31,6 @@ Yield = tuple[Tensor, ...]
 Visit = Callable[[Shard, tuple[Tensor, ...]], Yield]
 # Takes a yield in, in place: merge(into, other). Associative, and the same bits whichever of two is taken in.
 Merge = Callable[[Yield, Yield], None]
-
-_PAYLOAD_TAG, _YIELD_TAG = 7_311, 7_312
 
 
 def around(layout: Layout, texts: Shard, extra: Sequence[Tensor], visit: Visit, merge: Merge) -> Yield:
@@ -97,67 +94,38 @@ class _Baggage:
         return Shard(batch, bank), tuple(self.batch[first:])
 
 
-class _Exchange:
-    """Messages under way: to the following rank and from the preceding one."""
-
-    def __init__(self, world: World, send: Sequence[Tensor], receive: Sequence[Tensor], tag: int):
-        operations, self._peers = [], []
-        for function, tensors, peer in (
-            (dist.isend, send, world.following),
-            (dist.irecv, receive, world.preceding),
-        ):
-            for tensor in tensors:
-                if tensor.numel():
-                    operations.append(dist.P2POp(function, tensor, group=world.group, group_peer=peer, tag=tag))
-                    self._peers.append(peer)
-        self._world = world
-        self._sent = send  # not to be freed while under way
-        self._received = tuple(receive)
-        self._works = dist.batch_isend_irecv(operations) if operations else []
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """What has arrived; what was sent may be written to again."""
-        # NCCL makes one piece of work of all messages.
-        peers = self._peers if len(self._works) == len(self._peers) else [self._world.preceding]
-        for peer, work in zip(peers, self._works, strict=True):
-            wait_for(work, peer, self._world)
-        received, self._sent, self._received, self._works = self._received, (), (), []
-        return received
-
-
 def _hop(layout: Layout, mine: _Baggage, visit: Visit, merge: Merge) -> Yield:
     world = layout.world
     here = mine
     home: Yield = ()
-    arriving: tuple[_Baggage, _Exchange] | None = None
-    on_its_way: _Exchange | None = None
+    incoming: Yield = ()  # what the preceding rank has made for the texts that come here next
+    wait_for_yield: Callable[[], None] | None = None
     for step in range(world.size):
         owner, follower = world.owner(step), world.owner(step + 1)
+        arriving = here
+        wait_for_payload: Callable[[], None] | None = None
         if step + 1 < world.size:
-            room = mine.empty(layout.batch_sizes[follower], layout.bank_sizes[follower])
-            arriving = room, _Exchange(world, here.tensors, room.tensors, _PAYLOAD_TAG)
+            arriving = mine.empty(layout.batch_sizes[follower], layout.bank_sizes[follower])
+            wait_for_payload = world.post(here.tensors, arriving.tensors, PAYLOAD_TAG)
         made = visit(*here.unpack(layout.offset(owner), layout.bank_offset(owner)))
         if step == 0:
             home = made
         elif made:
-            if on_its_way is not None:
-                merge(made, on_its_way.wait())
-                on_its_way = None  # frees what has been merged before room for the next is made
+            if wait_for_yield is not None:
+                wait_for_yield()
+                merge(made, incoming)
+            del incoming  # what has been merged makes room for the next
             # The last step's follower is this rank: what arrives then has been to everyone.
             rows = layout.batch_sizes[follower]
-            on_its_way = _Exchange(
-                world,
-                [tensor.contiguous() for tensor in made],
-                [tensor.new_empty(rows, *tensor.shape[1:]) for tensor in made],
-                _YIELD_TAG,
-            )
+            incoming = tuple(tensor.new_empty(rows, *tensor.shape[1:]) for tensor in made)
+            wait_for_yield = world.post([tensor.contiguous() for tensor in made], incoming, YIELD_TAG)
         del made
-        if arriving is not None:
-            here, exchange = arriving
-            exchange.wait()
-            arriving = None
-    if on_its_way is not None:
-        merge(home, on_its_way.wait())
+        if wait_for_payload is not None:
+            wait_for_payload()
+        here = arriving
+    if wait_for_yield is not None:
+        wait_for_yield()
+        merge(home, incoming)
     return home
 
 
@@ -169,15 +137,9 @@ def _gather(layout: Layout, mine: _Baggage, visit: Visit, merge: Merge) -> Yield
         mine.has_ids,
     )
     made = visit(*everyone.unpack(0, layout.rows))
-    own = sizes[world.rank]
-    parts = []
-    for tensor in made:
-        received = tensor.new_empty(world.size * own, *tensor.shape[1:])
-        dist.all_to_all_single(received, tensor.contiguous(), [own] * world.size, list(sizes), group=world.group)
-        parts.append(received.split(own))
-    if not parts:
+    if not made:
         return ()
-    home, *others = zip(*parts, strict=True)
+    home, *others = zip(*(world.scatter(tensor, sizes) for tensor in made), strict=True)
     for other in others:
         merge(home, other)
     return home
