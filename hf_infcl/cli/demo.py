@@ -156,7 +156,7 @@ def run_demo(output_dir: str | Path, seed: int = 0, sizes: Sizes | None = None) 
             per_device_train_batch_size=MICRO_BATCH,
             gradient_accumulation_steps=sizes.accumulation,
             max_steps=sizes.adapter_steps,
-            learning_rate=1e-2,
+            learning_rate=6e-3,
             logging_steps=1,
             eval_strategy="steps",
             eval_steps=max(1, sizes.adapter_steps // 5),

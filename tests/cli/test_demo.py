@@ -17,6 +17,7 @@ def test_a_small_demo_runs_from_end_to_end(tmp_path, capfd):
     assert "hf-infcl train --model_name_or_path openai/clip-vit-base-patch32" in shown
     assert result["contrastive_batch_size"] == 128
     assert set(result["before"]) == set(result["after"])
+    assert 2**20 < result["kept_bytes"] < 2**30
 
     adapter = tmp_path / "out" / "adapter"
     card = ModelCard.load(adapter / "README.md")
