@@ -76,4 +76,4 @@ def launch_statistics(tiles: Tiles, **more: Any) -> None:
 def launch_weights(tiles: Tiles, g: Tensor, **more: Any) -> None:
     from hf_infcl.ops.triton.kernels_hopper import hopper_weights_kernel
 
-    hopper_weights_kernel[_programs(tiles)](**_arguments(tiles), g_desc=_descriptor(g, BLOCK, BLOCK), **more)
+    hopper_weights_kernel[_programs(tiles)](**_arguments(tiles), g_desc=_descriptor(g, BLOCK, BLOCK // 2), **more)

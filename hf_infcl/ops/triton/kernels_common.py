@@ -74,7 +74,11 @@ def product(
 def store_tile(g, g_stride, w, row0, col0, n_rows, n_cols, USE_TMA: tl.constexpr):
     """Writes a tile of G in g's dtype. g: a tensor descriptor (USE_TMA), or a pointer to rows g_stride apart."""
     if USE_TMA:
-        g.store([row0, col0], w.to(g.dtype))
+        # In halves: a whole tile in shared memory beside the operands would leave one program a multiprocessor.
+        half: tl.constexpr = w.shape[1] // 2
+        left, right = tl.split(tl.permute(tl.reshape(w, (w.shape[0], 2, half)), (0, 2, 1)))
+        g.store([row0, col0], left.to(g.dtype))
+        g.store([row0, col0 + half], right.to(g.dtype))
     else:
         rows = tl.arange(0, w.shape[0])
         cols = tl.arange(0, w.shape[1])

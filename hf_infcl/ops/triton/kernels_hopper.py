@@ -28,31 +28,38 @@ def _exp2(x):
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
+# A tile's vectors are read and written with one entry a thread. Spread as the tile spreads them, a thread would hold 32
+# columns and their 64-bit addresses, and the tile would spill.
+@gluon.constexpr_function
+def _flat():
+    return gl.BlockedLayout([1], [32], [4], [0])
+
+
 @gluon.jit
 def _either(a, b):
     return a | b
 
 
 @gluon.jit
-def _may_match(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS: gl.constexpr):
+def _may_match(x_ids, y_ids, rows, cols, n_rows, n_cols, layout: gl.constexpr, ID_COLUMNS: gl.constexpr):
     """Whether any row of a tile may be the same as any of its columns, by the low halves of their ids."""
-    hit = rows[:, None] < 0
+    found = False
     for c in gl.static_range(ID_COLUMNS):
         a = gl.load(x_ids + rows.to(gl.int64) * ID_COLUMNS + c, mask=rows < n_rows, other=0).to(gl.int32)
         b = gl.load(y_ids + cols.to(gl.int64) * ID_COLUMNS + c, mask=cols < n_cols, other=0).to(gl.int32)
-        hit = hit | (a[:, None] == b[None, :])
-    return gl.reduce(gl.reduce(hit, 1, _either), 0, _either)
+        hit = _by_row(a, layout)[:, None] == _by_col(b, layout)[None, :]
+        found = found | gl.reduce(gl.reduce(hit, 1, _either), 0, _either)
+    return found
 
 
 @gluon.jit
-def _others(x_ids, y_ids, rows, cols, n_rows, n_cols, shift, ID_COLUMNS: gl.constexpr):
-    """Rows and columns that are the same and yet not one pair."""
-    hit = rows[:, None] < 0
-    for c in gl.static_range(ID_COLUMNS):
-        a = gl.load(x_ids + rows.to(gl.int64) * ID_COLUMNS + c, mask=rows < n_rows, other=0)
-        b = gl.load(y_ids + cols.to(gl.int64) * ID_COLUMNS + c, mask=cols < n_cols, other=0)
-        hit = hit | (a[:, None] == b[None, :])
-    return hit & ((rows + shift)[:, None] != cols[None, :])
+def _by_row(v, layout: gl.constexpr):
+    return gl.convert_layout(v, gl.SliceLayout(1, layout))
+
+
+@gluon.jit
+def _by_col(v, layout: gl.constexpr):
+    return gl.convert_layout(v, gl.SliceLayout(0, layout))
 
 
 @gluon.jit
@@ -120,15 +127,12 @@ def _statistics(
     group: gl.constexpr, xs, ys, x_full, x_free, y_full, y_free, order, first, last, tiles_m, tiles_n,
     n_rows, n_cols, shift, x_ids, y_ids, scale, row_stats, col_stats, row_stats_stride, col_stats_stride,
     row_parts, col_parts, doubts,
-    ROWS: gl.constexpr, COLS: gl.constexpr, ID_COLUMNS: gl.constexpr, SMOOTH: gl.constexpr,
+    ROWS: gl.constexpr, COLS: gl.constexpr, ID_COLUMNS: gl.constexpr,
     BLOCK: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    col_layout: gl.constexpr = gl.SliceLayout(0, layout)
+    flat: gl.constexpr = _flat()
     s2 = gl.load(scale).to(gl.float32) * LOG2_E
-    row_plane = tiles_n.to(gl.int64) * n_rows
-    col_plane = tiles_m.to(gl.int64) * n_cols
     released = 0
     for tile in range(first + group, last, 2):
         u, released = _multiply(
@@ -139,16 +143,16 @@ def _statistics(
         col_block = tile - row_block * tiles_n
         row0 = row_block * BLOCK
         col0 = col_block * BLOCK
-        rows = row0 + gl.arange(0, BLOCK, row_layout)
-        cols = col0 + gl.arange(0, BLOCK, col_layout)
-        row_at = row_parts + col_block.to(gl.int64) * n_rows + rows
-        col_at = col_parts + row_block.to(gl.int64) * n_cols + cols
+        rows = row0 + gl.arange(0, BLOCK, flat)
+        cols = col0 + gl.arange(0, BLOCK, flat)
 
         if (row0 + BLOCK > n_rows) | (col0 + BLOCK > n_cols):
-            u = gl.where((rows < n_rows)[:, None] & (cols < n_cols)[None, :], u, float("-inf"))
+            inside = (_by_row(rows, layout) < n_rows)[:, None] & (_by_col(cols, layout) < n_cols)[None, :]
+            u = gl.where(inside, u, float("-inf"))
         if (row0 + shift < col0 + BLOCK) & (col0 < row0 + shift + BLOCK):
             partner = rows + shift
-            at_pair = gl.sum(gl.where(partner[:, None] == cols[None, :], u, 0.0), 1)
+            pairs = _by_row(partner, layout)[:, None] == _by_col(cols, layout)[None, :]
+            at_pair = gl.convert_layout(gl.sum(gl.where(pairs, u, 0.0), 1), flat)
             paired = (rows < n_rows) & (partner >= col0) & (partner < gl.minimum(col0 + BLOCK, n_cols))
             if ROWS:
                 at = row_stats + 2 * row_stats_stride + rows
@@ -161,42 +165,35 @@ def _statistics(
                 at += col_stats_stride
                 gl.store(at, gl.load(at, mask=paired, other=0.0) + 1.0, mask=paired)
 
-        if ID_COLUMNS > 0:
-            if _may_match(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS):
-                u = gl.where(_others(x_ids, y_ids, rows, cols, n_rows, n_cols, shift, ID_COLUMNS), float("-inf"), u)
-        if SMOOTH:
-            candidate = u != float("-inf")
-            at_candidates = gl.where(candidate, u, 0.0)
-            counts = candidate.to(gl.float32)
-            if ROWS:
-                gl.store(row_at + 2 * row_plane, gl.sum(at_candidates, 1), mask=rows < n_rows)
-                gl.store(row_at + 3 * row_plane, gl.sum(counts, 1), mask=rows < n_rows)
-            if COLS:
-                gl.store(col_at + 2 * col_plane, gl.sum(at_candidates, 0), mask=cols < n_cols)
-                gl.store(col_at + 3 * col_plane, gl.sum(counts, 0), mask=cols < n_cols)
-
         highest = gl.max(gl.max(u, 1), 0)
         highest = gl.where(highest == float("-inf"), 0.0, highest)
         e = _exp2(gl.fma(u, s2, -(highest * s2)))
         smallest = 1.0
         if ROWS:
-            row_sum = gl.sum(e, 1)
-            smallest = gl.min(gl.where(rows < n_rows, row_sum, 1.0), 0)
-            gl.store(row_at, gl.full((BLOCK,), 0.0, gl.float32, row_layout) + highest, mask=rows < n_rows)
-            gl.store(row_at + row_plane, row_sum, mask=rows < n_rows)
+            row_sum = gl.convert_layout(gl.sum(e, 1), flat)
+            row_sum_or_one = gl.where(rows < n_rows, row_sum, 1.0)
+            smallest = gl.min(row_sum_or_one, 0)
+            at = row_parts + col_block.to(gl.int64) * n_rows + rows
+            gl.store(at, gl.full((BLOCK,), 0.0, gl.float32, flat) + highest, mask=rows < n_rows)
+            gl.store(at + tiles_n.to(gl.int64) * n_rows, row_sum, mask=rows < n_rows)
         if COLS:
-            col_sum = gl.sum(e, 0)
-            smallest = gl.minimum(smallest, gl.min(gl.where(cols < n_cols, col_sum, 1.0), 0))
-            gl.store(col_at, gl.full((BLOCK,), 0.0, gl.float32, col_layout) + highest, mask=cols < n_cols)
-            gl.store(col_at + col_plane, col_sum, mask=cols < n_cols)
-        gl.store(doubts + tile, (smallest < SMALLEST_SUM).to(gl.int32))
+            col_sum = gl.convert_layout(gl.sum(e, 0), flat)
+            col_sum_or_one = gl.where(cols < n_cols, col_sum, 1.0)
+            smallest = gl.minimum(smallest, gl.min(col_sum_or_one, 0))
+            at = col_parts + row_block.to(gl.int64) * n_cols + cols
+            gl.store(at, gl.full((BLOCK,), 0.0, gl.float32, flat) + highest, mask=cols < n_cols)
+            gl.store(at + tiles_m.to(gl.int64) * n_cols, col_sum, mask=cols < n_cols)
+        doubtful = smallest < SMALLEST_SUM
+        if ID_COLUMNS > 0:
+            doubtful = doubtful | _may_match(x_ids, y_ids, rows, cols, n_rows, n_cols, layout, ID_COLUMNS)
+        gl.store(doubts + tile, doubtful.to(gl.int32))
 
 
 @gluon.jit(do_not_specialize=["n_rows", "n_cols", "shift"])
 def hopper_statistics_kernel(
     x_desc, y_desc, n_rows, n_cols, shift, x_ids, y_ids, scale,
     row_stats, col_stats, row_stats_stride, col_stats_stride, row_parts, col_parts, doubts,
-    ROWS: gl.constexpr, COLS: gl.constexpr, ID_COLUMNS: gl.constexpr, SMOOTH: gl.constexpr,
+    ROWS: gl.constexpr, COLS: gl.constexpr, ID_COLUMNS: gl.constexpr,
     BLOCK: gl.constexpr, BLOCK_K: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     tiles_m = gl.cdiv(n_rows, BLOCK)
@@ -230,11 +227,11 @@ def hopper_statistics_kernel(
             (_statistics, (
                 first_group, xs, ys, x_full, x_free, y_full, y_free, order, first, last, tiles_m, tiles_n,
                 n_rows, n_cols, shift, x_ids, y_ids, scale, row_stats, col_stats, row_stats_stride, col_stats_stride,
-                row_parts, col_parts, doubts, ROWS, COLS, ID_COLUMNS, SMOOTH, BLOCK, STEPS, STAGES)),
+                row_parts, col_parts, doubts, ROWS, COLS, ID_COLUMNS, BLOCK, STEPS, STAGES)),
             (_statistics, (
                 second_group, xs, ys, x_full, x_free, y_full, y_free, order, first, last, tiles_m, tiles_n,
                 n_rows, n_cols, shift, x_ids, y_ids, scale, row_stats, col_stats, row_stats_stride, col_stats_stride,
-                row_parts, col_parts, doubts, ROWS, COLS, ID_COLUMNS, SMOOTH, BLOCK, STEPS, STAGES)),
+                row_parts, col_parts, doubts, ROWS, COLS, ID_COLUMNS, BLOCK, STEPS, STAGES)),
             (_load, (
                 x_desc, y_desc, xs, ys, x_full, x_free, y_full, y_free, first, last, tiles_n,
                 BLOCK, BLOCK_K, STEPS, STAGES)),
@@ -245,17 +242,22 @@ def hopper_statistics_kernel(
 
 
 @gluon.jit
+def _lse(stats, stats_stride, at, n, s2):
+    lse = gl.load(stats + at, mask=at < n, other=0.0) * s2
+    return lse + gl.load(stats + stats_stride + at, mask=at < n, other=0.0) * LOG2_E
+
+
+@gluon.jit
 def _weights(
-    group: gl.constexpr, xs, ys, out, x_full, x_free, y_full, y_free, order, out_free,
+    group: gl.constexpr, xs, ys, out, x_full, x_free, y_full, y_free, order,
     first, last, tiles_m, tiles_n, g_desc,
     n_rows, n_cols, shift, x_ids, y_ids, scale, row_stats, col_stats, row_stats_stride, col_stats_stride,
-    sum_parts, smoothing, gain,
+    sum_parts, doubts, smoothing, gain,
     ROWS: gl.constexpr, COLS: gl.constexpr, ID_COLUMNS: gl.constexpr, SMOOTH: gl.constexpr, WANT_SUM: gl.constexpr,
     BLOCK: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    col_layout: gl.constexpr = gl.SliceLayout(0, layout)
+    flat: gl.constexpr = _flat()
     s2 = gl.load(scale).to(gl.float32) * LOG2_E
     released = 0
     for tile in range(first + group, last, 2):
@@ -267,65 +269,62 @@ def _weights(
         col_block = tile - row_block * tiles_n
         row0 = row_block * BLOCK
         col0 = col_block * BLOCK
-        rows = row0 + gl.arange(0, BLOCK, row_layout)
-        cols = col0 + gl.arange(0, BLOCK, col_layout)
+        rows = row0 + gl.arange(0, BLOCK, flat)
+        cols = col0 + gl.arange(0, BLOCK, flat)
         lowest = float("inf")
         highest = float("-inf")
         if ROWS:
-            row_lse = gl.load(row_stats + rows, mask=rows < n_rows, other=0.0) * s2
-            row_lse += gl.load(row_stats + row_stats_stride + rows, mask=rows < n_rows, other=0.0) * LOG2_E
+            row_lse = _lse(row_stats, row_stats_stride, rows, n_rows, s2)
             lowest = gl.min(gl.where(rows < n_rows, row_lse, float("inf")), 0)
             highest = gl.max(gl.where(rows < n_rows, row_lse, float("-inf")), 0)
         if COLS:
-            col_lse = gl.load(col_stats + cols, mask=cols < n_cols, other=0.0) * s2
-            col_lse += gl.load(col_stats + col_stats_stride + cols, mask=cols < n_cols, other=0.0) * LOG2_E
+            col_lse = _lse(col_stats, col_stats_stride, cols, n_cols, s2)
             lowest = gl.minimum(lowest, gl.min(gl.where(cols < n_cols, col_lse, float("inf")), 0))
             highest = gl.maximum(highest, gl.max(gl.where(cols < n_cols, col_lse, float("-inf")), 0))
-        if highest - lowest <= WIDEST_SPREAD:
-            middle = 0.5 * (highest + lowest)
-            e = _exp2(gl.fma(u, s2, -middle))
-            if ROWS and COLS:
-                w = e * (_exp2(middle - row_lse)[:, None] + _exp2(middle - col_lse)[None, :])
-            elif ROWS:
-                w = e * _exp2(middle - row_lse)[:, None]
-            else:
-                w = e * _exp2(middle - col_lse)[None, :]
+        doubtful = (highest - lowest <= WIDEST_SPREAD) == 0
+        if ID_COLUMNS > 0:
+            doubtful = doubtful | _may_match(x_ids, y_ids, rows, cols, n_rows, n_cols, layout, ID_COLUMNS)
+        gl.store(doubts + tile, doubtful.to(gl.int32))
+
+        middle = 0.5 * (highest + lowest)
+        w = _exp2(gl.fma(u, s2, -middle))
+        if ROWS and COLS:
+            of_rows = _by_row(_exp2(middle - row_lse), layout)
+            w = w * (of_rows[:, None] + _by_col(_exp2(middle - col_lse), layout)[None, :])
+        elif ROWS:
+            w = w * _by_row(_exp2(middle - row_lse), layout)[:, None]
         else:
-            if ROWS and COLS:
-                w = _exp2(gl.fma(u, s2, -row_lse[:, None])) + _exp2(gl.fma(u, s2, -col_lse[None, :]))
-            elif ROWS:
-                w = _exp2(gl.fma(u, s2, -row_lse[:, None]))
-            else:
-                w = _exp2(gl.fma(u, s2, -col_lse[None, :]))
+            w = w * _by_col(_exp2(middle - col_lse), layout)[None, :]
         if SMOOTH:
             if ROWS:
                 count = gl.load(row_stats + 5 * row_stats_stride + rows, mask=rows < n_rows, other=1.0)
-                w -= (smoothing / count)[:, None]
+                w -= _by_row(smoothing / count, layout)[:, None]
             if COLS:
                 count = gl.load(col_stats + 5 * col_stats_stride + cols, mask=cols < n_cols, other=1.0)
-                w -= (smoothing / count)[None, :]
-        if ID_COLUMNS > 0:
-            if _may_match(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS):
-                w = gl.where(_others(x_ids, y_ids, rows, cols, n_rows, n_cols, shift, ID_COLUMNS), 0.0, w)
+                w -= _by_col(smoothing / count, layout)[None, :]
         if (row0 + shift < col0 + BLOCK) & (col0 < row0 + shift + BLOCK):
-            w = gl.where((rows + shift)[:, None] == cols[None, :], w - (ROWS + COLS) * (1 - smoothing), w)
+            pairs = _by_row(rows + shift, layout)[:, None] == _by_col(cols, layout)[None, :]
+            w = gl.where(pairs, w - (ROWS + COLS) * (1 - smoothing), w)
         if WANT_SUM:
-            inside = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+            inside = (_by_row(rows, layout) < n_rows)[:, None] & (_by_col(cols, layout) < n_cols)[None, :]
             gl.store(sum_parts + tile, gain * gl.sum(gl.sum(gl.where(inside, w * u, 0.0), 1), 0))
-        w = (w * gain).to(g_desc.dtype)
-        # One buffer for both groups, which write in the tiles' order.
-        mbarrier.wait(out_free, ((tile - first) & 1) ^ 1)
-        out.store(w)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(g_desc, [row0, col0], out)
+        half: gl.constexpr = BLOCK // 2
+        left, right = gl.split(gl.permute(gl.reshape((w * gain).to(g_desc.dtype), (BLOCK, 2, half)), (0, 2, 1)))
         tma.store_wait(0)
-        mbarrier.arrive(out_free)
+        out.index(group).store(left)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(g_desc, [row0, col0], out.index(group))
+        tma.store_wait(0)
+        out.index(group).store(right)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(g_desc, [row0, col0 + half], out.index(group))
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["n_rows", "n_cols", "shift"])
 def hopper_weights_kernel(
     x_desc, y_desc, g_desc, n_rows, n_cols, shift, x_ids, y_ids, scale,
-    row_stats, col_stats, row_stats_stride, col_stats_stride, sum_parts, smoothing, gain,
+    row_stats, col_stats, row_stats_stride, col_stats_stride, sum_parts, doubts, smoothing, gain,
     ROWS: gl.constexpr, COLS: gl.constexpr, ID_COLUMNS: gl.constexpr, SMOOTH: gl.constexpr, WANT_SUM: gl.constexpr,
     BLOCK: gl.constexpr, BLOCK_K: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -337,13 +336,12 @@ def hopper_weights_kernel(
 
     xs = gl.allocate_shared_memory(x_desc.dtype, [STEPS, BLOCK, BLOCK_K], x_desc.layout)
     ys = gl.allocate_shared_memory(y_desc.dtype, [STAGES, BLOCK, BLOCK_K], y_desc.layout)
-    out = gl.allocate_shared_memory(g_desc.dtype, [BLOCK, BLOCK], g_desc.layout)
+    out = gl.allocate_shared_memory(g_desc.dtype, [2, BLOCK, BLOCK // 2], g_desc.layout)
     x_full = gl.allocate_shared_memory(gl.int64, [STEPS, 1], mbarrier.MBarrierLayout())
     x_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     y_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     y_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    out_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for k in gl.static_range(STEPS):
         mbarrier.init(x_full.index(k), count=1)
     for k in gl.static_range(STAGES):
@@ -352,7 +350,6 @@ def hopper_weights_kernel(
     mbarrier.init(x_free, count=2)
     for group in gl.static_range(2):
         mbarrier.init(order.index(group), count=1)
-    mbarrier.init(out_free, count=1)
     fence_async_shared()
 
     first_group: gl.constexpr = 0
@@ -360,15 +357,15 @@ def hopper_weights_kernel(
     gl.warp_specialize(
         [
             (_weights, (
-                first_group, xs, ys, out, x_full, x_free, y_full, y_free, order, out_free,
+                first_group, xs, ys, out, x_full, x_free, y_full, y_free, order,
                 first, last, tiles_m, tiles_n, g_desc, n_rows, n_cols, shift, x_ids, y_ids, scale,
                 row_stats, col_stats, row_stats_stride, col_stats_stride,
-                sum_parts, smoothing, gain, ROWS, COLS, ID_COLUMNS, SMOOTH, WANT_SUM, BLOCK, STEPS, STAGES)),
+                sum_parts, doubts, smoothing, gain, ROWS, COLS, ID_COLUMNS, SMOOTH, WANT_SUM, BLOCK, STEPS, STAGES)),
             (_weights, (
-                second_group, xs, ys, out, x_full, x_free, y_full, y_free, order, out_free,
+                second_group, xs, ys, out, x_full, x_free, y_full, y_free, order,
                 first, last, tiles_m, tiles_n, g_desc, n_rows, n_cols, shift, x_ids, y_ids, scale,
                 row_stats, col_stats, row_stats_stride, col_stats_stride,
-                sum_parts, smoothing, gain, ROWS, COLS, ID_COLUMNS, SMOOTH, WANT_SUM, BLOCK, STEPS, STAGES)),
+                sum_parts, doubts, smoothing, gain, ROWS, COLS, ID_COLUMNS, SMOOTH, WANT_SUM, BLOCK, STEPS, STAGES)),
             (_load, (
                 x_desc, y_desc, xs, ys, x_full, x_free, y_full, y_free, first, last, tiles_n,
                 BLOCK, BLOCK_K, STEPS, STAGES)),

@@ -101,10 +101,23 @@ def _tile_statistics(
                 if COLS:
                     _add(col_stats + 2 * col_stats_stride + partner, at_pair, paired, FRESH)
                     _add(col_stats + 3 * col_stats_stride + partner, 1.0, paired, FRESH)
-        if MASK:
-            if may_match(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS):
+    doubtful = False
+    if MASK:
+        if may_match(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS):
+            if EXACT:
                 others = same(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS) & (own(rows, cols, shift) == 0)
+                if SMOOTH and REPAIR:
+                    others = others & inside(rows, cols, n_rows, n_cols)
+                    at_others = tl.where(others, u, 0.0)
+                    counts = others.to(tl.float32)
+                    if ROWS:
+                        tl.store(row_at + 2 * row_plane, -tl.sum(at_others, 1), mask=rows < n_rows)
+                        tl.store(row_at + 3 * row_plane, -tl.sum(counts, 1), mask=rows < n_rows)
+                    if COLS:
+                        tl.store(col_at + 2 * col_plane, -tl.sum(at_others, 0), mask=cols < n_cols)
+                        tl.store(col_at + 3 * col_plane, -tl.sum(counts, 0), mask=cols < n_cols)
                 u = tl.where(others, float("-inf"), u)
+            doubtful = True
     if SMOOTH and not REPAIR:
         candidate = u != float("-inf")
         at_candidates = tl.where(candidate, u, 0.0)
@@ -135,7 +148,7 @@ def _tile_statistics(
             col_ref = tl.full((BLOCK_N,), 0.0, tl.float32) + highest
             col_sum = tl.sum(e, 0)
             smallest = tl.minimum(smallest, tl.min(tl.where(cols < n_cols, col_sum, 1.0)))
-        tl.store(doubts + tile, (smallest < SMALLEST_SUM).to(tl.int32))
+        tl.store(doubts + tile, (doubtful | (smallest < SMALLEST_SUM)).to(tl.int32))
     if ROWS:
         tl.store(row_at, row_ref, mask=rows < n_rows)
         tl.store(row_at + row_plane, row_sum, mask=rows < n_rows)
@@ -161,8 +174,9 @@ def statistics_kernel(
     has one positive at most, the one tile that holds it adds it to the running statistics itself (FRESH: sets it).
 
     One exponential per element serves the tile's row and column alike, relative to the tile's maximum. doubts: (tiles,)
-    int32, set where some sum came out too small for that; a second launch (EXACT, REPAIR) does those tiles again, each
-    row and column relative to its own maximum. To keep both in one launch would spill the tile from registers.
+    int32, set where some sum came out too small for that, or where ids may agree (MASK). A second launch (EXACT,
+    REPAIR) does those tiles again: each row and column relative to its own maximum, and without the pairs left out,
+    whose sum and count (SMOOTH) it writes with the sign turned. One launch for all would spill tiles from registers.
     """
     tiles_m = tl.cdiv(n_rows, BLOCK_M)
     tiles_n = tl.cdiv(n_cols, BLOCK_N)
@@ -293,102 +307,129 @@ def _log_sum_exp(stats, stats_stride, at, there, s2):
     return highest, tl.load(stats + stats_stride + at, mask=there, other=0.0) * LOG2_E
 
 
+@triton.jit
+def _range(stats, stats_stride, at, there, s2):
+    """Lowest and highest log-sum-exp, base 2, of a tile's rows or columns."""
+    highest, log_sum = _log_sum_exp(stats, stats_stride, at, there, s2)
+    lse = highest * s2 + log_sum
+    return tl.min(tl.where(there, lse, float("inf"))), tl.max(tl.where(there, lse, float("-inf")))
+
+
+@triton.jit
+def _tile_weights(
+    tile, x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, s2,
+    row_stats, col_stats, row_stats_stride, col_stats_stride, g, g_stride, sum_parts, doubts, smoothing, gain,
+    ROWS: tl.constexpr, COLS: tl.constexpr, ID_COLUMNS: tl.constexpr, MASK: tl.constexpr, MANY_POSITIVES: tl.constexpr,
+    SMOOTH: tl.constexpr, EXACT: tl.constexpr, WANT_SUM: tl.constexpr, DEFER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
+):  # fmt: skip
+    row0, col0 = tile_origin(tile, n_rows, n_cols, BLOCK_M, BLOCK_N, GROUP)
+    rows = row0 + tl.arange(0, BLOCK_M)
+    cols = col0 + tl.arange(0, BLOCK_N)
+    # Before the product, so that the reductions across the program do not wait behind it.
+    lowest = float("inf")
+    highest = float("-inf")
+    if not EXACT:
+        if ROWS:
+            lowest, highest = _range(row_stats, row_stats_stride, rows, rows < n_rows, s2)
+        if COLS:
+            low, high = _range(col_stats, col_stats_stride, cols, cols < n_cols, s2)
+            lowest = tl.minimum(lowest, low)
+            highest = tl.maximum(highest, high)
+    u = product(
+        x, y, x_stride, y_stride, n_rows, n_cols, depth, row0, col0, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, USE_TMA
+    )
+    if ROWS:
+        row_max, row_log = _log_sum_exp(row_stats, row_stats_stride, rows, rows < n_rows, s2)
+        row_lse = row_max * s2 + row_log
+    if COLS:
+        col_max, col_log = _log_sum_exp(col_stats, col_stats_stride, cols, cols < n_cols, s2)
+        col_lse = col_max * s2 + col_log
+    if EXACT:
+        w = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if ROWS:
+            w += exp2((u - row_max[:, None]) * s2 - row_log[:, None])
+        if COLS:
+            w += exp2((u - col_max[None, :]) * s2 - col_log[None, :])
+    elif highest - lowest <= WIDEST_SPREAD:
+        # One exponential: 2^(s2 u - r) + 2^(s2 u - c) = 2^(s2 u - m) (2^(m - r) + 2^(m - c)).
+        middle = 0.5 * (highest + lowest)
+        e = exp2(tl.fma(u, s2, -middle))
+        if ROWS and COLS:
+            w = e * (exp2(middle - row_lse)[:, None] + exp2(middle - col_lse)[None, :])
+        elif ROWS:
+            w = e * exp2(middle - row_lse)[:, None]
+        else:
+            w = e * exp2(middle - col_lse)[None, :]
+    else:
+        if ROWS and COLS:
+            w = exp2(tl.fma(u, s2, -row_lse[:, None])) + exp2(tl.fma(u, s2, -col_lse[None, :]))
+        elif ROWS:
+            w = exp2(tl.fma(u, s2, -row_lse[:, None]))
+        else:
+            w = exp2(tl.fma(u, s2, -col_lse[None, :]))
+
+    if SMOOTH:
+        if ROWS:
+            w -= (smoothing / tl.load(row_stats + 5 * row_stats_stride + rows, mask=rows < n_rows, other=1.0))[:, None]
+        if COLS:
+            w -= (smoothing / tl.load(col_stats + 5 * col_stats_stride + cols, mask=cols < n_cols, other=1.0))[None, :]
+    if MANY_POSITIVES:
+        positive = own(rows, cols, shift)
+        if may_match(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS):
+            positive = positive | same(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS)
+        if ROWS:
+            share = (1 - smoothing) / tl.load(row_stats + 3 * row_stats_stride + rows, mask=rows < n_rows, other=1.0)
+            w -= tl.where(positive, share[:, None], 0.0)
+        if COLS:
+            share = (1 - smoothing) / tl.load(col_stats + 3 * col_stats_stride + cols, mask=cols < n_cols, other=1.0)
+            w -= tl.where(positive, share[None, :], 0.0)
+    else:
+        if MASK and DEFER:
+            tl.store(doubts + tile, may_match(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS).to(tl.int32))
+        elif MASK:
+            if may_match(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS):
+                others = same(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS) & (own(rows, cols, shift) == 0)
+                w = tl.where(others, 0.0, w)
+        if meets_diagonal(row0, col0, shift, BLOCK_M, BLOCK_N):
+            # Before rounding to g's dtype: a well-trained pair's weight is 2 - 2 + little.
+            w = tl.where(own(rows, cols, shift), w - (ROWS + COLS) * (1 - smoothing), w)
+    if WANT_SUM:
+        tl.store(sum_parts + tile, gain * tl.sum(tl.where(inside(rows, cols, n_rows, n_cols), w * u, 0.0)))
+    store_tile(g, g_stride, w * gain, row0, col0, n_rows, n_cols, USE_TMA)
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def weights_kernel(
     x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, scale,
     row_stats, col_stats, row_stats_stride, col_stats_stride,
-    g, g_stride, sum_parts, n_programs, smoothing, gain,
+    g, g_stride, sum_parts, doubts, n_programs, smoothing, gain,
     ROWS: tl.constexpr, COLS: tl.constexpr, ID_COLUMNS: tl.constexpr, MASK: tl.constexpr, MANY_POSITIVES: tl.constexpr,
-    SMOOTH: tl.constexpr, EXACT: tl.constexpr, WANT_SUM: tl.constexpr,
+    SMOOTH: tl.constexpr, EXACT: tl.constexpr, WANT_SUM: tl.constexpr, DEFER: tl.constexpr, REPAIR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr, USE_TMA: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """G = softmax over rows + softmax over columns - targets, times `gain`, rounded once to g's dtype.
 
     g: (n_rows, n_cols), row stride g_stride. sum_parts: (tiles,) float32, sum of G u over every tile (WANT_SUM).
+    doubts: (tiles,) int32, set where ids may agree (MASK, DEFER); a second launch (REPAIR) does those tiles again.
     """
     tiles_m = tl.cdiv(n_rows, BLOCK_M)
     tiles_n = tl.cdiv(n_cols, BLOCK_N)
     s2 = tl.load(scale).to(tl.float32) * LOG2_E
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, n_programs, flatten=FLATTEN):
-        row0, col0 = tile_origin(tile, n_rows, n_cols, BLOCK_M, BLOCK_N, GROUP)
-        u = product(
-            x, y, x_stride, y_stride, n_rows, n_cols, depth, row0, col0, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, USE_TMA
-        )
-        rows = row0 + tl.arange(0, BLOCK_M)
-        cols = col0 + tl.arange(0, BLOCK_N)
-        lowest = float("inf")
-        highest = float("-inf")
-        if ROWS:
-            row_max, row_log = _log_sum_exp(row_stats, row_stats_stride, rows, rows < n_rows, s2)
-            row_lse = row_max * s2 + row_log
-            lowest = tl.min(tl.where(rows < n_rows, row_lse, float("inf")))
-            highest = tl.max(tl.where(rows < n_rows, row_lse, float("-inf")))
-        if COLS:
-            col_max, col_log = _log_sum_exp(col_stats, col_stats_stride, cols, cols < n_cols, s2)
-            col_lse = col_max * s2 + col_log
-            lowest = tl.minimum(lowest, tl.min(tl.where(cols < n_cols, col_lse, float("inf"))))
-            highest = tl.maximum(highest, tl.max(tl.where(cols < n_cols, col_lse, float("-inf"))))
-
-        if EXACT:
-            w = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            if ROWS:
-                w += exp2((u - row_max[:, None]) * s2 - row_log[:, None])
-            if COLS:
-                w += exp2((u - col_max[None, :]) * s2 - col_log[None, :])
-        elif highest - lowest <= WIDEST_SPREAD:
-            # One exponential: 2^(s2 u - r) + 2^(s2 u - c) = 2^(s2 u - m) (2^(m - r) + 2^(m - c)).
-            middle = 0.5 * (highest + lowest)
-            e = exp2(tl.fma(u, s2, -middle))
-            if ROWS and COLS:
-                w = e * (exp2(middle - row_lse)[:, None] + exp2(middle - col_lse)[None, :])
-            elif ROWS:
-                w = e * exp2(middle - row_lse)[:, None]
-            else:
-                w = e * exp2(middle - col_lse)[None, :]
+        if REPAIR:
+            wanted = tl.load(doubts + tile) != 0
         else:
-            if ROWS and COLS:
-                w = exp2(tl.fma(u, s2, -row_lse[:, None])) + exp2(tl.fma(u, s2, -col_lse[None, :]))
-            elif ROWS:
-                w = exp2(tl.fma(u, s2, -row_lse[:, None]))
-            else:
-                w = exp2(tl.fma(u, s2, -col_lse[None, :]))
-
-        if SMOOTH:
-            if ROWS:
-                w -= (smoothing / tl.load(row_stats + 5 * row_stats_stride + rows, mask=rows < n_rows, other=1.0))[
-                    :, None
-                ]
-            if COLS:
-                w -= (smoothing / tl.load(col_stats + 5 * col_stats_stride + cols, mask=cols < n_cols, other=1.0))[
-                    None, :
-                ]
-        if MANY_POSITIVES:
-            positive = own(rows, cols, shift)
-            if ID_COLUMNS > 0:
-                if may_match(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS):
-                    positive = positive | same(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS)
-            if ROWS:
-                share = (1 - smoothing) / tl.load(
-                    row_stats + 3 * row_stats_stride + rows, mask=rows < n_rows, other=1.0
-                )
-                w -= tl.where(positive, share[:, None], 0.0)
-            if COLS:
-                share = (1 - smoothing) / tl.load(
-                    col_stats + 3 * col_stats_stride + cols, mask=cols < n_cols, other=1.0
-                )
-                w -= tl.where(positive, share[None, :], 0.0)
-        else:
-            if MASK:
-                if may_match(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS):
-                    others = same(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS) & (own(rows, cols, shift) == 0)
-                    w = tl.where(others, 0.0, w)
-            if meets_diagonal(row0, col0, shift, BLOCK_M, BLOCK_N):
-                # Before rounding to g's dtype: a well-trained pair's weight is 2 - 2 + little.
-                w = tl.where(own(rows, cols, shift), w - (ROWS + COLS) * (1 - smoothing), w)
-        if WANT_SUM:
-            tl.store(sum_parts + tile, gain * tl.sum(tl.where(inside(rows, cols, n_rows, n_cols), w * u, 0.0)))
-        store_tile(g, g_stride, w * gain, row0, col0, n_rows, n_cols, USE_TMA)
+            wanted = True
+        if wanted:
+            _tile_weights(
+                tile, x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, s2,
+                row_stats, col_stats, row_stats_stride, col_stats_stride, g, g_stride, sum_parts, doubts,
+                smoothing, gain, ROWS, COLS, ID_COLUMNS, MASK, MANY_POSITIVES, SMOOTH, EXACT, WANT_SUM, DEFER,
+                BLOCK_M, BLOCK_N, BLOCK_K, GROUP, PRECISION, USE_TMA,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n_images", "n_texts", "depth"])

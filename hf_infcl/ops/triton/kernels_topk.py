@@ -250,7 +250,7 @@ def topk_buffer_kernel(
     strip = tl.program_id(0)
     row0 = strip * BLOCK_M
     rows = row0 + tl.arange(0, BLOCK_M)
-    base = rows.to(tl.int64) * CAPACITY
+    base = rows * CAPACITY
     count = tl.zeros((BLOCK_M,), tl.int32)
     cut = tl.full((BLOCK_M,), LOWEST_KEY, tl.int32)
     cut_index = tl.full((BLOCK_M,), NO_INDEX, tl.int32)
@@ -266,31 +266,30 @@ def topk_buffer_kernel(
             tl.store(keys + to, _key(s), mask=keep)
             tl.store(key_indices + to, index.to(tl.int32), mask=keep)
             count += tl.sum(keep.to(tl.int32), 1)
-        if tl.max(count, 0) >= k:
-            count, cut, cut_index = _keep_best(keys, key_indices, base, count, k, WIDTH, BLOCK_M)
     highest = tl.zeros((BLOCK_M,), tl.float32)
     if CEILING:
         highest = tl.load(ceiling + rows, mask=rows < n_rows, other=0.0)
     skips = tl.zeros((BLOCK_M,), tl.int32)
-    for col0 in range(0, n_cols, BLOCK_N):
-        u = _candidates(
-            x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, highest, row0, col0,
-            ID_COLUMNS, EXCLUDE_PAIRS, CEILING, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, USE_TMA,
-        )  # fmt: skip
-        key = _key(u)
-        best = tl.max(key, 1)
-        skips += (best < cut).to(tl.int32)
-        if tl.max((best >= cut).to(tl.int32), 0) > 0:
-            at = tl.broadcast_to((offset + col0 + tl.arange(0, BLOCK_N))[None, :], (BLOCK_M, BLOCK_N))
-            better = (key > cut[:, None]) | ((key == cut[:, None]) & (at < cut_index[:, None]))
-            better = better & (u > float("-inf")) & (rows < n_rows)[:, None]
-            to = base[:, None] + count[:, None] + tl.cumsum(better.to(tl.int32), 1) - 1
-            tl.store(keys + to, key, mask=better)
-            tl.store(key_indices + to, at, mask=better)
-            count += tl.sum(better.to(tl.int32), 1)
-            if tl.max(count, 0) > CAPACITY - BLOCK_N:
-                count, cut, cut_index = _keep_best(keys, key_indices, base, count, k, WIDTH, BLOCK_M)
-    count, cut, cut_index = _keep_best(keys, key_indices, base, count, k, WIDTH, BLOCK_M)
+    # One round more than there are tiles: the last only cuts the buffer back.
+    for col0 in range(0, n_cols + BLOCK_N, BLOCK_N):
+        if col0 < n_cols:
+            u = _candidates(
+                x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, highest, row0, col0,
+                ID_COLUMNS, EXCLUDE_PAIRS, CEILING, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, USE_TMA,
+            )  # fmt: skip
+            key = _key(u)
+            best = tl.max(key, 1)
+            skips += (best < cut).to(tl.int32)
+            if tl.max((best >= cut).to(tl.int32), 0) > 0:
+                at = tl.broadcast_to((offset + col0 + tl.arange(0, BLOCK_N))[None, :], (BLOCK_M, BLOCK_N))
+                better = (key > cut[:, None]) | ((key == cut[:, None]) & (at < cut_index[:, None]))
+                better = better & (u > float("-inf")) & (rows < n_rows)[:, None]
+                to = base[:, None] + count[:, None] + tl.cumsum(better.to(tl.int32), 1) - 1
+                tl.store(keys + to, key, mask=better)
+                tl.store(key_indices + to, at, mask=better)
+                count += tl.sum(better.to(tl.int32), 1)
+        if (tl.max(count, 0) > CAPACITY - BLOCK_N) | (col0 >= n_cols):
+            count, cut, cut_index = _keep_best(keys, key_indices, base, count, k, WIDTH, BLOCK_M)
     for start in range(0, k, WIDTH):
         at = start + tl.arange(0, WIDTH)
         held = at[None, :] < count[:, None]

@@ -78,7 +78,7 @@ class Tiles:
 
     def weights(self, g: Tensor) -> Any:
         """A chunk of G as the kernels take it."""
-        return _descriptor(g, self.config.block_m, self.config.block_n) if self.arguments["USE_TMA"] else g
+        return _descriptor(g, self.config.block_m, self.config.block_n // 2) if self.arguments["USE_TMA"] else g
 
     def repair(self) -> "Tiles":
         """The same tiles, for a launch that looks at all and computes few."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_infcl.ops.sides import Rule, Side
-from hf_infcl.ops.statistics import Statistics
+from hf_infcl.ops.statistics import COUNT, TOTAL, Statistics
 from hf_infcl.ops.triton import hopper
 from hf_infcl.ops.triton.kernels_softmax import merge_kernel, statistics_kernel, weights_kernel
 from hf_infcl.ops.triton.launch import Tiles, cdiv
@@ -33,54 +33,66 @@ def statistics(
     on_hopper = hopper.suits(rows, cols, rule)
     tiles = Tiles.of("statistics", rows, cols, rule, precision, hopper.REPAIR if on_hopper else None)
     n_rows, n_cols, device = len(rows), len(cols), rows.embeds.device
+    exact, mask = _exact(precision, rows.embeds.dtype), tiles.arguments["MASK"]
     many, smooth = rule.duplicates == "positive" and tiles.arguments["ID_COLUMNS"] > 0, rule.label_smoothing > 0
-    planes = 2 + 2 * many + 2 * smooth
+    # Sum and count of a row's candidates: exactly in the tiles; else all columns', by algebra, less the tiles' masked.
+    planes_of_candidates = smooth and (exact or mask)
+    planes = 2 + 2 * many + 2 * planes_of_candidates
     # One allocation for both sides' parts.
     row_size = planes * tiles.tiles_n * n_rows if row_stats is not None else 0
     col_size = planes * tiles.tiles_m * n_cols if col_stats is not None else 0
-    parts = torch.empty(row_size + col_size, device=device, dtype=torch.float32)
-    row_parts, col_parts = parts[:row_size], parts[row_size:]
+    make = torch.zeros if planes_of_candidates else torch.empty
+    parts = make(row_size + col_size, device=device, dtype=torch.float32)
     sides = {
         "row_stats": None if row_stats is None else row_stats.data,
         "col_stats": None if col_stats is None else col_stats.data,
         "row_stats_stride": 0 if row_stats is None else row_stats.data.stride(0),
         "col_stats_stride": 0 if col_stats is None else col_stats.data.stride(0),
-        "row_parts": row_parts,
-        "col_parts": col_parts,
+        "row_parts": parts[:row_size],
+        "col_parts": parts[row_size:],
         "scale": scale,
     }
-    exact = _exact(precision, rows.embeds.dtype)
-    options = {
-        "doubts": None if exact else torch.empty(tiles.tiles_m * tiles.tiles_n, device=device, dtype=torch.int32),
-        "ROWS": row_stats is not None,
-        "COLS": col_stats is not None,
-        "MANY_POSITIVES": many,
-        "SMOOTH": smooth,
-    }
-    if on_hopper:
-        hopper.launch_statistics(tiles, **sides, **{k: v for k, v in options.items() if k != "MANY_POSITIVES"})
+    wanted = {"ROWS": row_stats is not None, "COLS": col_stats is not None}
+    if exact:
+        tiles.launch(
+            statistics_kernel, **sides, **wanted, doubts=None,
+            MANY_POSITIVES=many, SMOOTH=smooth, EXACT=True, REPAIR=False, FRESH=False,
+        )  # fmt: skip
     else:
-        tiles.launch(statistics_kernel, **sides, **options, EXACT=exact, REPAIR=False, FRESH=False)
-    if not exact:
-        tiles.repair().launch(statistics_kernel, **sides, **options, EXACT=True, REPAIR=True, FRESH=False)
+        doubts = torch.empty(tiles.tiles_m * tiles.tiles_n, device=device, dtype=torch.int32)
+        if on_hopper:
+            hopper.launch_statistics(tiles, **sides, **wanted, doubts=doubts)
+        else:
+            tiles.launch(
+                statistics_kernel, **sides, **wanted, doubts=doubts,
+                MANY_POSITIVES=many, SMOOTH=False, EXACT=False, REPAIR=False, FRESH=False,
+            )  # fmt: skip
+        tiles.repair().launch(
+            statistics_kernel, **sides, **wanted, doubts=doubts,
+            MANY_POSITIVES=many, SMOOTH=planes_of_candidates, EXACT=True, REPAIR=True, FRESH=False,
+        )  # fmt: skip
+        if smooth:
+            for stats, mine, theirs in ((row_stats, rows, cols), (col_stats, cols, rows)):
+                if stats is not None:
+                    stats.data[TOTAL] += mine.embeds.float() @ theirs.embeds.sum(0, dtype=torch.float32)
+                    stats.data[COUNT] += len(theirs)
     row_blocks = cdiv(n_rows, _MERGE_ROWS) if row_stats is not None else 0
     col_blocks = cdiv(n_cols, _MERGE_ROWS) if col_stats is not None else 0
     merge_kernel[(row_blocks + col_blocks,)](
         **sides,
+        **wanted,
         n_rows=n_rows,
         n_cols=n_cols,
         row_tiles=tiles.tiles_m,
         col_tiles=tiles.tiles_n,
         row_blocks=row_blocks,
-        ROWS=row_stats is not None,
-        COLS=col_stats is not None,
         loss_parts=None,
         share=0.0,
         smoothing=0.0,
         FRESH=False,
         LOSS=False,
         MANY_POSITIVES=many,
-        SMOOTH=smooth,
+        SMOOTH=planes_of_candidates,
         BLOCK=_MERGE_ROWS,
         STEP=_MERGE_STEP,
         num_warps=4,
@@ -121,12 +133,16 @@ def softmax_weights(
         "SMOOTH": rule.label_smoothing > 0,
         "WANT_SUM": want_sum,
     }
+    many = rule.duplicates == "positive" and tiles.arguments["ID_COLUMNS"] > 0
+    exact, mask = _exact(precision, dtype), tiles.arguments["MASK"]
+    # What few tiles need goes to a second launch over those: masks where ids may agree and, on Hopper, two exponentials.
+    defer = (mask and not exact) or on_hopper
+    common["doubts"] = torch.empty(tiles.tiles_m * tiles.tiles_n, device=g.device, dtype=torch.int32) if defer else None
+    plain = {"g": tiles.weights(g), "g_stride": g.stride(0), "MANY_POSITIVES": many, "EXACT": exact}
     if on_hopper:
         hopper.launch_weights(tiles, g, **common)
     else:
-        many = rule.duplicates == "positive" and tiles.arguments["ID_COLUMNS"] > 0
-        exact = _exact(precision, dtype)
-        tiles.launch(
-            weights_kernel, g=tiles.weights(g), g_stride=g.stride(0), **common, MANY_POSITIVES=many, EXACT=exact
-        )
+        tiles.launch(weights_kernel, **common, **plain, DEFER=defer, REPAIR=False)
+    if defer:
+        tiles.repair().launch(weights_kernel, **common, **plain, DEFER=False, REPAIR=True)
     return g, None if sums is None else sums.sum()

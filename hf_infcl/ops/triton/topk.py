@@ -139,8 +139,8 @@ def _offer_in_buffers(
     for part in parts(len(anchors), _BUFFER_ROWS):
         tiles = _tiles(anchors[part], others, best.k, precision, block_size)
         block_m, block_n = tiles.config.block_m, tiles.config.block_n
-        width = 64
-        # As much again as k before the buffer is cut back, which costs about 35 passes over it.
+        width = 32
+        # Half as much again as k before the buffer is cut back, which costs about 35 passes over it.
         capacity = triton.cdiv(best.k + max(best.k // 2, 2 * block_n), width) * width
         strips = tiles.tiles_m
         buffers = [

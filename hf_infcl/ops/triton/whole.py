@@ -183,7 +183,7 @@ def softmax_backward(
             smoothing,
             factor,
         ),
-        (*wanted, plan.id_columns, plan.mask, plan.many, plan.smooth, exact, from_tiles, *plan.tile),
+        (*wanted, plan.id_columns, plan.mask, plan.many, plan.smooth, exact, from_tiles, False, False, *plan.tile),
         plan.config,
     )
     share = 1.0 / (sum(wanted) * n * factor)
