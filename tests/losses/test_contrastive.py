@@ -8,33 +8,7 @@ import torch
 
 from hf_infcl import ContrastiveLoss, MemoryBank, contrastive_loss
 from tests import oracles
-
-SCALES = (1.0, 14.3, 50.0, 100.0)
-KINDS = ("random", "trained", "identical", "opposite")
-
-
-def compare(x, y, scale, *, dtype=torch.float32, tolerance=1e-4, value_tolerance=1e-5, bank=None, **options):
-    """Value and the three gradients against the oracle, at embeddings rounded to `dtype` for both."""
-    x, y = x.to(dtype).double(), y.to(dtype).double()
-    ids = options.get("ids")
-    leaves = [x.clone().requires_grad_(), y.clone().requires_grad_(), torch.tensor(scale).double().requires_grad_()]
-    oracle_options = {k: v for k, v in options.items() if k in ("ids", "duplicates", "direction", "label_smoothing")}
-    expected = oracles.contrastive(*leaves, bank=bank, **oracle_options)
-    expected.backward()
-    mine = [x.to(dtype).requires_grad_(), y.to(dtype).requires_grad_()]
-    mine += [torch.tensor([scale]).to(torch.float64 if dtype == torch.float64 else torch.float32).requires_grad_()]
-    if bank is not None:
-        options["bank"] = MemoryBank(len(bank[0]), x.shape[1], dtype=dtype)
-        options["bank"].push(bank[0], bank[1], bank[2] if ids is not None else None)
-    loss = contrastive_loss(*mine, **options)
-    loss.backward()
-    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert loss.item() == pytest.approx(expected.item(), rel=value_tolerance, abs=value_tolerance)
-    for leaf, reference in zip(mine[:2], leaves[:2], strict=True):
-        assert leaf.grad.dtype == dtype
-        assert oracles.gradient_error(leaf.grad, reference.grad, scale) < tolerance
-    assert mine[2].grad.shape == (1,)
-    assert mine[2].grad.item() == pytest.approx(leaves[2].grad.item(), rel=tolerance, abs=tolerance)
+from tests.comparisons import KINDS, SCALES, compare
 
 
 @pytest.mark.parametrize("kind", KINDS)
