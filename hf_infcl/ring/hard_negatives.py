@@ -309,12 +309,15 @@ def _hard_negative_loss(
     return _HardNegativeLoss.apply(images, texts, scale, ids, *banks, spec, layout)
 
 
-def hardest(queries: Side, keys: Side, spec: HardNegativeSpec) -> tuple[Tensor, Tensor, Tensor]:
+def hardest(
+    queries: Side, keys: Side, spec: HardNegativeSpec, ceiling: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The k best keys of every query, over all ranks' keys.
 
     Args:
         queries: this rank's queries; their offset is not used.
         keys: this rank's keys; likewise.
+        ceiling: (n,) in the accumulator dtype: the highest score that a query's key may have; None: any.
 
     Returns:
         scores (n, k), global indices (n, k), skip counts (2,) summed over the ranks.
@@ -325,7 +328,7 @@ def hardest(queries: Side, keys: Side, spec: HardNegativeSpec) -> tuple[Tensor, 
     best = _empty(engine, len(queries), spec.k)
 
     def visit(visitors: Shard, _: tuple[Tensor, ...]) -> Yield:
-        block_topk(engine, queries, visitors.batch, best, None, exclude_pairs=False)
+        block_topk(engine, queries, visitors.batch, best, None, exclude_pairs=False, row_ceiling=ceiling)
         return ()
 
     _, travelling = shards(layout, keys.embeds, keys.embeds, keys.ids)
