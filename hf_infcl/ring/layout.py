@@ -12,6 +12,7 @@ import torch
 from hf_infcl.ring.world import World
 
 GATHER_BELOW = "HF_INFCL_GATHER_BELOW"
+BF16_GRADIENTS = "HF_INFCL_BF16_GRADIENTS"
 # Gathering costs memory for all texts and their gradients (48 MiB at 16,384 rows of 512 in bf16, below the scratch
 # of one chunk) and saves W - 1 launches of small blocks, which cost about a millisecond each below 4,096 rows a rank.
 _GATHER_BELOW_DEFAULT = 16_384
@@ -26,12 +27,14 @@ class Layout:
         batch_sizes: rows of the batch on each rank.
         bank_sizes: rows of the memory bank on each rank.
         gathers: whether all texts are gathered on every rank, instead of travelling.
+        rounds_gradients: whether half-precision texts' gradients travel in bfloat16 instead of float32.
     """
 
     world: World
     batch_sizes: tuple[int, ...]
     bank_sizes: tuple[int, ...]
     gathers: bool = False
+    rounds_gradients: bool = False
 
     @cached_property
     def rows(self) -> int:
@@ -73,14 +76,15 @@ class Layout:
         if world.is_alone:
             return cls.alone(rows, bank_rows)
         world.check_device(device)
-        limit = gather_limit()
-        options = {**options, "device": device.type, GATHER_BELOW: limit}
+        limit, rounds = gather_limit(), os.environ.get(BF16_GRADIENTS, "0") == "1"
+        options = {**options, "device": device.type, GATHER_BELOW: limit, BF16_GRADIENTS: rounds}
         digest = hashlib.blake2b(repr(sorted(options.items())).encode(), digest_size=7).digest()
         headers = world.headers(torch.tensor([rows, bank_rows, int.from_bytes(digest, "big")]))
         if any(header[2] != headers[0][2] for header in headers):
             _raise_disagreement(world, options)
         sizes, bank_sizes = tuple(h[0] for h in headers), tuple(h[1] for h in headers)
-        return cls(world, sizes, bank_sizes, gathers=sum(sizes) + sum(bank_sizes) < limit)
+        gathers = sum(sizes) + sum(bank_sizes) < limit
+        return cls(world, sizes, bank_sizes, gathers, rounds)
 
 
 def gather_limit() -> int:

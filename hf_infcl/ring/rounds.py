@@ -18,6 +18,7 @@ things here that say who holds what when.
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from hf_infcl.ops import Side
@@ -33,7 +34,15 @@ Visit = Callable[[Shard, tuple[Tensor, ...]], Yield]
 Merge = Callable[[Yield, Yield], None]
 
 
-def around(layout: Layout, texts: Shard, extra: Sequence[Tensor], visit: Visit, merge: Merge) -> Yield:
+def around(
+    layout: Layout,
+    texts: Shard,
+    extra: Sequence[Tensor],
+    visit: Visit,
+    merge: Merge,
+    *,
+    wire: torch.dtype | None = None,
+) -> Yield:
     """Brings every rank's texts past this rank's rows, and this rank's texts past everybody's.
 
     Args:
@@ -42,7 +51,8 @@ def around(layout: Layout, texts: Shard, extra: Sequence[Tensor], visit: Visit, 
         extra: further tensors that travel with them, one row for each row of ``texts.batch``.
         visit: called with each shard of texts that passes (offsets set) and its extra tensors: with this rank's own
             first, then with one after the other; where the texts are gathered, once with all of them.
-        merge: merges two yields for the same texts.
+        merge: merges two yields for the same texts; the second one may have the dtype `wire`.
+        wire: dtype in which yields travel; None for their own.
 
     Returns:
         What all ranks' visits together yield for this rank's texts. A process alone: its own visit's yield, as is.
@@ -53,7 +63,7 @@ def around(layout: Layout, texts: Shard, extra: Sequence[Tensor], visit: Visit, 
     if layout.world.is_alone:
         return visit(texts, tuple(extra))
     go = _gather if layout.gathers else _hop
-    return go(layout, _Baggage.of(texts, extra), visit, merge)
+    return go(layout, _Baggage.of(texts, extra), visit, merge, wire)
 
 
 class _Baggage:
@@ -94,7 +104,7 @@ class _Baggage:
         return Shard(batch, bank), tuple(self.batch[first:])
 
 
-def _hop(layout: Layout, mine: _Baggage, visit: Visit, merge: Merge) -> Yield:
+def _hop(layout: Layout, mine: _Baggage, visit: Visit, merge: Merge, wire: torch.dtype | None) -> Yield:
     world = layout.world
     here = mine
     home: Yield = ()
@@ -117,8 +127,10 @@ def _hop(layout: Layout, mine: _Baggage, visit: Visit, merge: Merge) -> Yield:
             del incoming  # what has been merged makes room for the next
             # The last step's follower is this rank: what arrives then has been to everyone.
             rows = layout.batch_sizes[follower]
-            incoming = tuple(tensor.new_empty(rows, *tensor.shape[1:]) for tensor in made)
-            wait_for_yield = world.post([tensor.contiguous() for tensor in made], incoming, YIELD_TAG)
+            outgoing = [tensor.to(wire or tensor.dtype).contiguous() for tensor in made]
+            incoming = tuple(tensor.new_empty(rows, *tensor.shape[1:]) for tensor in outgoing)
+            wait_for_yield = world.post(outgoing, incoming, YIELD_TAG)
+            del outgoing
         del made
         if wait_for_payload is not None:
             wait_for_payload()
@@ -129,7 +141,7 @@ def _hop(layout: Layout, mine: _Baggage, visit: Visit, merge: Merge) -> Yield:
     return home
 
 
-def _gather(layout: Layout, mine: _Baggage, visit: Visit, merge: Merge) -> Yield:
+def _gather(layout: Layout, mine: _Baggage, visit: Visit, merge: Merge, wire: torch.dtype | None) -> Yield:
     world, sizes = layout.world, layout.batch_sizes
     everyone = _Baggage(
         [world.gather(tensor, sizes) for tensor in mine.batch],
@@ -139,7 +151,10 @@ def _gather(layout: Layout, mine: _Baggage, visit: Visit, merge: Merge) -> Yield
     made = visit(*everyone.unpack(0, layout.rows))
     if not made:
         return ()
-    home, *others = zip(*(world.scatter(tensor, sizes) for tensor in made), strict=True)
+    parts = [world.scatter(tensor.to(wire or tensor.dtype), sizes) for tensor in made]
+    # What the others are merged into keeps its own dtype.
+    home, *others = zip(*parts, strict=True)
+    home = tuple(part.to(tensor.dtype) for part, tensor in zip(home, made, strict=True))
     for other in others:
         merge(home, other)
     return home

@@ -67,7 +67,9 @@ def gradient_traversal(
                 sum_gu.add_(block_gradient(engine, block.rows, block.cols, weights, factor, d_rows, d_cols, needs[2]))
         return () if d_texts is None else (d_texts,)
 
-    made = around(layout, texts, extra, visit, add_)
+    # On request half the bytes of what travels most; every hop rounds the sum so far.
+    rounds = layout.rounds_gradients and engine.dtype in (torch.bfloat16, torch.float16)
+    made = around(layout, texts, extra, visit, add_, wire=torch.bfloat16 if rounds else None)
     return (
         None if d_images is None else d_images.to(x.dtype),
         made[0].mul_(factor).to(y.dtype) if made else None,

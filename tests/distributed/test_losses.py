@@ -208,3 +208,28 @@ def _everything_else(rank: int, world_size: int) -> None:
 
 def test_dtypes_views_gradients_groups_and_compile():
     run_processes(_everything_else, 4)
+
+
+def _rounded_gradients(rank: int, world_size: int) -> list[float]:
+    """Relative errors of the texts' gradient: as it is by default, and with what travels rounded."""
+    rows, d = 128, 32
+    os.environ["HF_INFCL_GATHER_BELOW"] = "0"
+    x, y = (side.bfloat16() for side in oracles.pairs("trained", rows * world_size, d))
+    exact = [side.double().requires_grad_() for side in (x, y)]
+    oracles.contrastive(*exact, torch.tensor(SCALE)).backward()
+    own = slice(rank * rows, (rank + 1) * rows)
+    errors = []
+    for switch in ("0", "1"):
+        os.environ["HF_INFCL_BF16_GRADIENTS"] = switch
+        texts = y[own].clone().requires_grad_()
+        contrastive_loss(x[own], texts, SCALE).backward()
+        reference = world_size * exact[1].grad[own]
+        errors.append(((texts.grad.double() - reference).norm() / reference.norm()).item())
+    return errors
+
+
+def test_gradients_that_travel_in_bf16_cost_no_more_than_their_rounding():
+    for exact, rounded in run_processes(_rounded_gradients, 4):
+        # bf16 keeps 8 bits: the result itself is rounded to 2^-9 at worst, and so is the sum on each of three hops.
+        assert exact < 2**-8.5
+        assert exact < rounded < 2 * 2**-8.5
