@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 
 @dataclass
@@ -66,46 +65,11 @@ def main(args: EvaluateArguments) -> dict[str, float]:
     Returns:
         The dictionary of `retrieval_metrics`.
     """
-    import torch
-    from torch.utils.data import DataLoader
-    from tqdm.auto import tqdm
-
-    from hf_infcl import load_dual_encoder
-    from hf_infcl.data import ImageTextCollator, ImageTextDataset, load_image_text_dataset
+    from hf_infcl.cli.embedding import embed_pairs
     from hf_infcl.evaluation import dataset_retrieval_metrics
-    from hf_infcl.models import family_of
 
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    model, processor = load_dual_encoder(
-        args.model_name_or_path, adapter=args.adapter, revision=args.model_revision, dtype=args.dtype
-    )
-    model = model.to(device)
-    table = load_image_text_dataset(
-        args.dataset_name,
-        config=args.dataset_config,
-        split=args.dataset_test_split,
-        revision=args.dataset_revision,
-        image_column=args.image_column,
-        caption_column=args.caption_column,
-        image_root=args.image_root,
-    )
-    if args.max_eval_samples is not None:
-        table = table.select(range(min(args.max_eval_samples, len(table))))
-    pairs = ImageTextDataset(table, args.image_column, args.caption_column, captions="expand")
-    loader: Any = DataLoader(
-        pairs,
-        batch_size=args.per_device_eval_batch_size,
-        num_workers=args.dataloader_num_workers,
-        collate_fn=ImageTextCollator(processor, family_of(model).text_padding(model, processor)),
-    )
-    images, texts, ids = [], [], []
-    with torch.inference_mode():
-        for batch in tqdm(loader, desc="embedding", unit="batch"):
-            ids.append(batch.pop("ids"))
-            output = model(**{name: value.to(device) for name, value in batch.items()})
-            images.append(output.image_embeds.float())
-            texts.append(output.text_embeds.float())
-    return dataset_retrieval_metrics(torch.cat(images), torch.cat(texts), torch.cat(ids).to(device), ks=args.ks)
+    embedded = embed_pairs(args, split=args.dataset_test_split, max_samples=args.max_eval_samples)
+    return dataset_retrieval_metrics(embedded.image_embeds, embedded.text_embeds, embedded.ids, ks=args.ks)
 
 
 def run(args: Sequence[str] | None = None, prog: str = "hf-infcl evaluate") -> int:

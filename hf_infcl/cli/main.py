@@ -7,6 +7,7 @@ from importlib import import_module
 COMMANDS = {
     "train": "fine-tune a dual encoder: hf-infcl train --config recipe.yaml [--any_field value]",
     "evaluate": "measure a model or an adapter: hf-infcl evaluate --model_name_or_path M --dataset_name D",
+    "mine": "write a data set's hard negatives: hf-infcl mine --model_name_or_path M --dataset_name D --output_dir O",
     "env": "versions, devices and the backend chosen, for bug reports",
     "demo": "train a tiny CLIP and its adapter on built-in pictures, in minutes on a CPU",
 }

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_infcl.losses import checks
-from hf_infcl.ops import Side, accumulator_dtype
+from hf_infcl.ops import Limits, Side, accumulator_dtype
 from hf_infcl.ops.topk import pair_scores
 from hf_infcl.ring import HardNegativeSpec, hardest
 
@@ -38,6 +38,36 @@ def _first_rows(labels: Tensor) -> tuple[Tensor, Tensor]:
     first = torch.full((len(distinct),), len(labels), dtype=torch.int64, device=labels.device)
     first.scatter_reduce_(0, numbers, torch.arange(len(labels), device=labels.device), "amin")
     return numbers, first
+
+
+def check_mining_options(
+    direction: str,
+    num_negatives: int,
+    range_min: int,
+    range_max: int | None,
+    absolute_margin: float | None,
+    relative_margin: float | None,
+    max_score: float | None,
+) -> Limits:
+    """Refuses options of `mine_hard_negatives` that make no sense, before anything is embedded.
+
+    Returns:
+        The limits against false negatives.
+
+    Raises:
+        ValueError: names the option.
+    """
+    checks.check_choice("direction", direction, DIRECTIONS)
+    checks.check_count("num_negatives", num_negatives)
+    checks.check_count("range_min", range_min, 0)
+    if range_max is not None:
+        checks.check_count("range_max", range_max)
+        if range_max < range_min + num_negatives:
+            raise ValueError(
+                f"range_max must leave room for num_negatives after range_min, got {range_max} for {range_min} + "
+                f"{num_negatives}"
+            )
+    return checks.limits(absolute_margin, relative_margin, max_score)
 
 
 @torch.no_grad()
@@ -91,19 +121,11 @@ def mine_hard_negatives(
     Source: the margins are those of NV-Retriever (arXiv 2407.15831), section 4.
     """
     checks.check_pairs(image_embeds, text_embeds)
-    checks.check_choice("direction", direction, DIRECTIONS)
     checks.check_options(block_size=block_size, backend=backend, precision=precision)
-    checks.check_k("num_negatives", num_negatives)
-    limits = checks.limits(absolute_margin, relative_margin, max_score)
-    if isinstance(range_min, bool) or not isinstance(range_min, int) or range_min < 0:
-        raise ValueError(f"range_min must be an integer >= 0, got {range_min!r}")
+    limits = check_mining_options(
+        direction, num_negatives, range_min, range_max, absolute_margin, relative_margin, max_score
+    )
     range_max = range_min + num_negatives if range_max is None else range_max
-    checks.check_k("range_max", range_max)
-    if range_max < range_min + num_negatives:
-        raise ValueError(
-            f"range_max must leave room for num_negatives after range_min, got {range_max} for {range_min} + "
-            f"{num_negatives}"
-        )
     known = checks.check_ids("ids", ids, image_embeds)
     if known is None:
         known = torch.arange(len(image_embeds), device=image_embeds.device)[:, None].expand(-1, 2)
@@ -117,8 +139,8 @@ def mine_hard_negatives(
     positive = pair_scores(anchors, others, accumulator_dtype(anchors.dtype))
     # All pairs of the data set, as one sorted list of numbers.
     labelled = (anchor_number * len(other_rows) + other_number).unique()
-    # A candidate stands for itself by its first pair, whose anchor the sweep leaves out. The anchor's other positives are
-    # taken out afterwards, so as many more are searched.
+    # A candidate stands for itself by its first pair, whose anchor the sweep leaves out. The anchor's other positives
+    # are taken out afterwards, so as many more are searched.
     own = anchor_number[other_rows]
     others_left = labelled[~torch.isin(labelled, own * len(other_rows) + torch.arange(len(own), device=own.device))]
     more = int((others_left // len(other_rows)).bincount().max()) if len(others_left) else 0

@@ -107,9 +107,9 @@ def check_label_smoothing(value: Any) -> None:
         raise ValueError(f"label_smoothing must be a number in [0, 1), got {value!r}")
 
 
-def check_k(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
 
 
 def limits(absolute_margin: Any, relative_margin: Any, max_score: Any) -> Limits:

@@ -147,7 +147,7 @@ def hard_negative_loss(
     """
     checks.check_pairs(image_embeds, text_embeds)
     checks.check_options(direction=direction, block_size=block_size, backend=backend, precision=precision)
-    checks.check_k("k", k)
+    checks.check_count("k", k)
     limits = checks.limits(absolute_margin, relative_margin, max_score)
     scale = checks.scalar("logit_scale", logit_scale, image_embeds, positive=True)
     known = checks.check_ids("ids", ids, image_embeds)
@@ -240,7 +240,7 @@ class HardNegativeLoss(nn.Module):
         max_score: float | None = None,
     ):
         super().__init__()
-        checks.check_k("k", k)
+        checks.check_count("k", k)
         checks.check_options(direction=direction, block_size=block_size, backend=backend, precision=precision)
         checks.limits(absolute_margin, relative_margin, max_score)
         self.k, self.bank, self.direction, self.block_size = k, bank, direction, block_size

@@ -62,7 +62,7 @@ def hardest_negatives(
     if queries.shape[1] != keys.shape[1]:
         raise ValueError(f"queries and keys must have the same dimension d, got {queries.shape[1]} and {keys.shape[1]}")
     checks.check_alike("keys", keys, "queries", queries)
-    checks.check_k("k", k)
+    checks.check_count("k", k)
     checks.check_options(block_size=block_size, backend=backend, precision=precision)
     known = checks.check_ids("ids", ids, queries)
     if key_ids is None and ids is not None:

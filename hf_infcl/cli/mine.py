@@ -1,0 +1,146 @@
+"""`hf-infcl mine`: the hard negatives of a data set, by a model or an adapter, as a data set of their own."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class MineArguments:
+    """What is mined, with what, and what counts as a hard negative.
+
+    Args:
+        model_name_or_path (`str`): Hub id or folder of a model, or of an adapter that names its base.
+        dataset_name (`str`): Hub id, a local file or folder, or the built-in scenes: `sample:drawing`, `sample:photo`.
+        output_dir (`str`): folder to write to: a folder of parquet files for each direction, `report.json`, a README
+            and `index.html`, a page of pictures.
+        adapter (`str`, *optional*): Hub id or folder of an adapter to put on the model.
+        model_revision (`str`, *optional*): branch, tag or commit of `model_name_or_path`.
+        dtype (`str`, *optional*): dtype of the weights; by default the one they were saved in.
+        dataset_config (`str`, *optional*): configuration of the data set.
+        dataset_revision (`str`, *optional*): branch, tag or commit of the data set.
+        dataset_train_split (`str`, defaults to `"train"`): split to mine.
+        image_column (`str`, *optional*): column of the images; found by type where not given.
+        caption_column (`str`, *optional*): column of the captions; each of several captions an image is a pair.
+        image_root (`str`, *optional*): folder that relative image paths start from.
+        max_train_samples (`int`, *optional*): mine the first so many rows only.
+        per_device_eval_batch_size (`int`, defaults to 64): pairs embedded at once; changes no result.
+        dataloader_num_workers (`int`, defaults to 0): processes that read and prepare images.
+        direction (`str`, defaults to `"both"`): `image_to_text` (captions are the negatives), `text_to_image`, `both`.
+        num_negatives (`int`, defaults to 3): negatives for each pair.
+        range_min (`int`, defaults to 0): hardest candidates passed over.
+        range_max (`int`, *optional*): rank from which on none are taken; by default range_min + num_negatives.
+        absolute_margin (`float`, *optional*): leave out candidates above the pair's score less this.
+        relative_margin (`float`, *optional*): leave out candidates above pos - |pos| relative_margin.
+        min_score (`float`, *optional*): leave out candidates below this score.
+        max_score (`float`, *optional*): leave out candidates above this score.
+        page_examples (`int`, defaults to 50): pairs of each direction on the page; 0 for no page.
+    """
+
+    model_name_or_path: str = field(
+        metadata={"help": "Hub id or folder of a model, or of an adapter that names its base."}
+    )
+    dataset_name: str = field(
+        metadata={"help": "Hub id, a local file or folder, or the built-in scenes: sample:drawing, sample:photo."}
+    )
+    output_dir: str = field(metadata={"help": "Folder to write the data set, the report and the page to."})
+    adapter: str | None = field(default=None, metadata={"help": "Hub id or folder of an adapter to put on the model."})
+    model_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the model."})
+    dtype: str | None = field(default=None, metadata={"help": "Dtype of the weights; by default as saved."})
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the data set."})
+    dataset_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the data set."})
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to mine."})
+    image_column: str | None = field(default=None, metadata={"help": "Column of the images; found where not given."})
+    caption_column: str | None = field(
+        default=None, metadata={"help": "Column of the captions; each of several captions an image is a pair."}
+    )
+    image_root: str | None = field(default=None, metadata={"help": "Folder that relative image paths start from."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Mine the first so many rows only."})
+    per_device_eval_batch_size: int = field(default=64, metadata={"help": "Pairs embedded at once."})
+    dataloader_num_workers: int = field(default=0, metadata={"help": "Processes that read and prepare images."})
+    direction: str = field(
+        default="both",
+        metadata={"help": "image_to_text (captions are the negatives), text_to_image or both."},
+    )
+    num_negatives: int = field(default=3, metadata={"help": "Negatives for each pair."})
+    range_min: int = field(default=0, metadata={"help": "Hardest candidates passed over."})
+    range_max: int | None = field(
+        default=None, metadata={"help": "Rank from which on none are taken; by default range_min + num_negatives."}
+    )
+    absolute_margin: float | None = field(
+        default=None, metadata={"help": "Leave out candidates above the pair's score less this."}
+    )
+    relative_margin: float | None = field(
+        default=None, metadata={"help": "Leave out candidates above pos - |pos| times this."}
+    )
+    min_score: float | None = field(default=None, metadata={"help": "Leave out candidates below this score."})
+    max_score: float | None = field(default=None, metadata={"help": "Leave out candidates above this score."})
+    page_examples: int = field(default=50, metadata={"help": "Pairs of each direction on the page; 0: no page."})
+
+
+def _options(args: MineArguments) -> dict[str, Any]:
+    names = ("num_negatives", "range_min", "range_max", "absolute_margin", "relative_margin", "max_score")
+    return {name: getattr(args, name) for name in names}
+
+
+def main(args: MineArguments) -> dict[str, dict[str, float]]:
+    """Embeds the split, mines each direction and writes the data set, the report and the page.
+
+    Args:
+        args: what is mined, and how.
+
+    Returns:
+        By direction, the report of `mine_hard_negatives`.
+    """
+    from hf_infcl.cli.embedding import embed_pairs
+    from hf_infcl.evaluation import mine_hard_negatives
+    from hf_infcl.evaluation.mining_output import directions_of, write_dataset, write_description, write_page
+
+    embedded = embed_pairs(args, split=args.dataset_train_split, max_samples=args.max_train_samples)
+    mined = {
+        direction: mine_hard_negatives(
+            embedded.image_embeds,
+            embedded.text_embeds,
+            embedded.ids,
+            direction=direction,
+            min_score=args.min_score,
+            **_options(args),
+        )
+        for direction in directions_of(args.direction)
+    }
+    reports = {direction: found.report for direction, found in mined.items()}
+    settings = {name: value for name, value in asdict(args).items() if value is not None and name != "output_dir"}
+    folder = Path(args.output_dir)
+    for direction, found in mined.items():
+        write_dataset(embedded.pairs, found, direction, folder / direction)
+    write_description(reports, settings, folder)
+    if args.page_examples:
+        write_page(embedded.pairs, mined, settings, folder / "index.html", examples=args.page_examples)
+    return reports
+
+
+def run(args: Sequence[str] | None = None, prog: str = "hf-infcl mine") -> int:
+    """Parses a command line, mines, and prints a table of what was found.
+
+    Returns:
+        The exit status: 2 where the command line cannot be followed, else 0.
+    """
+    from hf_infcl.cli.parser import RecipeError, RecipeParser
+    from hf_infcl.evaluation.mining import check_mining_options
+    from hf_infcl.evaluation.mining_output import directions_of
+
+    try:
+        (parsed,) = RecipeParser([MineArguments], prog=prog).parse(args)
+        for direction in directions_of(parsed.direction):
+            check_mining_options(direction, **_options(parsed))
+    except (RecipeError, ValueError) as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 2
+    for direction, report in main(parsed).items():
+        found = f"{report['pairs_with_negatives']} of {report['pairs']} pairs, {report['candidates']} candidates"
+        scores = f"{report['mean_hardest_score']:.3f} against {report['mean_positive_score']:.3f} of the positive"
+        print(f"{direction.replace('_', ' ')}: {found}; mean score of the hardest {scores}")
+    print(f"written to {parsed.output_dir}")
+    return 0

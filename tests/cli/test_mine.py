@@ -1,0 +1,52 @@
+"""`hf-infcl mine`: a data set, a report and a page from the built-in scenes."""
+
+import json
+
+import datasets
+import pytest
+
+from hf_infcl.cli import main
+from tests.tiny import save_tiny
+
+
+def test_writes_a_dataset_a_report_and_a_page(tmp_path, capsys):
+    model = save_tiny("clip", tmp_path / "model")
+    folder = tmp_path / "mined"
+    data = ["--dataset_name", "sample:drawing:24", "--dataset_train_split", "train", "--output_dir", str(folder)]
+    options = ["--num_negatives", "2", "--range_min", "1", "--range_max", "8", "--page_examples", "3"]
+    assert main(["mine", "--model_name_or_path", model, *data, *options]) == 0
+    assert "pairs" in capsys.readouterr().out
+    report = json.loads((folder / "report.json").read_text())
+    assert report["settings"]["range_min"] == 1
+    for direction, kind in (("image_to_text", str), ("text_to_image", None)):
+        rows = datasets.load_dataset(str(folder), direction, split="train", cache_dir=str(tmp_path / "cache"))
+        assert len(rows) == report[direction]["pairs_with_negatives"] == 24
+        row = rows[0]
+        assert {"anchor", "positive", "negative_1", "negative_2", "scores", "row", "negative_rows"} == set(row)
+        assert len(row["scores"]) == 3
+        assert row["scores"][1] >= row["scores"][2]
+        assert row["row"] not in row["negative_rows"]
+        if kind is str:
+            assert isinstance(row["positive"], str)
+            assert row["anchor"].size == (32, 32)
+        else:
+            assert isinstance(row["anchor"], str)
+            assert row["negative_1"].size == (32, 32)
+    page = (folder / "index.html").read_text()
+    assert page.count("data:image/png;base64,") == 3 + 3 * 3
+    assert "<h2>image to text</h2>" in page
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--num_negatives", "0"], "num_negatives must be an integer >= 1"),
+        (["--direction", "sideways"], "direction must be one of"),
+        (["--colour", "red"], "colour"),
+    ],
+)
+def test_bad_settings_end_with_status_2(tmp_path, capsys, options, message):
+    model = save_tiny("clip", tmp_path / "model")
+    command = ["mine", "--model_name_or_path", model, "--dataset_name", "sample:photo:4", "--output_dir", str(tmp_path)]
+    assert main([*command, *options]) == 2
+    assert message in capsys.readouterr().err
