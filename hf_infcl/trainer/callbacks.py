@@ -5,6 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -146,7 +147,10 @@ def peak_memory_bytes() -> int:
         import psutil
 
         return psutil.Process().memory_info().peak_wset
+    if sys.platform == "linux":
+        # getrusage's peak would begin with that of the process that started this one.
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
     import resource
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
