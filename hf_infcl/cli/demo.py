@@ -42,7 +42,7 @@ class Sizes:
     base_batch: int = 128
     base_steps: int = 240
     accumulation: int = ACCUMULATION
-    adapter_steps: int = 20
+    adapter_steps: int = 24
 
 
 def tiny_clip(processor: Any, seed: int = 0) -> Any:
