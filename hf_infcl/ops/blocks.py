@@ -113,10 +113,12 @@ def block_gradient(
     accumulator, matmul = engine.accumulator, engine.tiles.matmul
     height, width = engine.chunk_shape()
     sum_gu = torch.zeros((), device=engine.device, dtype=accumulator)
+    g: Tensor | None = None
     for r in parts(len(rows), height):
         x = rows.embeds[r]
         d_x = None if d_rows is None else torch.zeros(x.shape, device=x.device, dtype=accumulator)
         for c in parts(len(cols), width):
+            g = None  # before the next is made, so that there is one at a time
             g, gu = weights(r, c, want_sum and d_x is None)
             if d_x is not None:
                 matmul(g, cols.embeds[c], engine.precision, out=d_x)
@@ -124,6 +126,7 @@ def block_gradient(
                 sum_gu += gu
             if d_cols is not None:
                 matmul(g.T, x, engine.precision, out=d_cols[c])
+        g = None
         if d_x is not None and d_rows is not None:
             if want_sum:
                 sum_gu += (x * d_x).sum()

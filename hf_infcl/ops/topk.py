@@ -11,6 +11,7 @@ from hf_infcl.ops.chunks import chunks, parts
 from hf_infcl.ops.sides import Rule, Side
 from hf_infcl.ops.statistics import LOG_SUM, MAX, POSITIVE_COUNT, POSITIVE_SUM, Statistics
 
+_LAST = 2**32 - 1  # index
 _PAIR_SCORES_ROWS = 4096  # 8 MiB of products at d = 512 in float32
 
 
@@ -61,7 +62,7 @@ class TopK:
 
     def in_order(self) -> tuple[Tensor, Tensor]:
         """Scores and indices, best first; a score that overflowed is NaN."""
-        scores, indices = merged(self.scores, self.indices, self.scores[:, :0], self.indices[:, :0])
+        scores, indices = best_of(self.scores, self.indices, self.k)
         return scores.masked_fill(scores == torch.inf, torch.nan), indices
 
     def offer_(self, scores: Tensor, offset: int) -> None:
@@ -82,40 +83,39 @@ class TopK:
         if scores.device.type == "cpu":
             rows = skipped.logical_not_().nonzero().squeeze(1)
             if len(rows):
-                self.scores[rows], self.indices[rows] = merged(
-                    self.scores[rows], self.indices[rows], *_best_of_block(scores[rows], offset, self.k)
-                )
+                self.scores[rows], self.indices[rows] = self._with(rows, scores[rows], offset)
         else:  # how many rows are left is not known to the host, and waiting for it costs more than the work saved
-            best = merged(self.scores, self.indices, *_best_of_block(scores, offset, self.k))
+            best = self._with(slice(None), scores, offset)
             self.scores.copy_(best[0])
             self.indices.copy_(best[1])
 
+    def _with(self, rows: Tensor | slice, scores: Tensor, offset: int) -> tuple[Tensor, Tensor]:
+        columns = torch.arange(offset, offset + scores.shape[1], device=scores.device).expand_as(scores)
+        more_scores, more = best_of(scores, columns, self.k)
+        more = torch.where(more_scores == -torch.inf, -1, more)
+        return best_of(torch.cat([self.scores[rows], more_scores], 1), torch.cat([self.indices[rows], more], 1), self.k)
 
-def _best_of_block(scores: Tensor, offset: int, k: int) -> tuple[Tensor, Tensor]:
-    """The best min(k, w) of a block under the order. `torch.topk` alone leaves open which of equal scores it takes."""
-    width = scores.shape[1]
+
+def best_of(scores: Tensor, indices: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The best min(k, w) of every row's scores with their indices, best first.
+
+    `torch.topk` alone leaves open which of equal scores it takes.
+
+    Args:
+        scores: (n, w), NaN first and -inf last.
+        indices: (n, w) int64, different from each other; below 2^32, or -1 for no candidate (score -inf).
+    """
     if scores.dtype == torch.float32:
-        # One 64-bit key, (score, position from the right), has no ties. Flipping the low bits of negative numbers makes
-        # the order of the bit patterns that of the numbers; -0.0 + 0.0 is +0.0, which equals it.
+        # One 64-bit key, (score, index from the end), has no ties. Flipping the low bits of negative numbers makes the
+        # order of the bit patterns that of the numbers; -0.0 + 0.0 is +0.0, which equals it.
         bits = (scores + 0.0).nan_to_num_(torch.inf, torch.inf, -torch.inf).view(torch.int32)
         bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        positions = torch.arange(width - 1, -1, -1, device=scores.device)
-        keys = (bits.to(torch.int64) << 32) | positions
-        at = width - 1 - (keys.topk(min(k, width), dim=1).values & 0xFFFFFFFF)
+        keys = (bits.to(torch.int64) << 32) | (_LAST - indices.clamp(min=0))
+        order = keys.topk(min(k, keys.shape[1]), dim=1).indices
     else:
-        at = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
-    best = scores.gather(1, at)
-    return best, torch.where(best == -torch.inf, -1, at + offset)
-
-
-def merged(scores: Tensor, indices: Tensor, more_scores: Tensor, more_indices: Tensor) -> tuple[Tensor, Tensor]:
-    """The best k of two short lists, best first: (n, k) and (n, any) scores with their global indices, -1 for none."""
-    k = scores.shape[1]
-    scores, indices = torch.cat([scores, more_scores], 1), torch.cat([indices, more_indices], 1)
-    by_index = indices.argsort(dim=1)
-    scores, indices = scores.gather(1, by_index), indices.gather(1, by_index)
-    scores, by_score = scores.sort(dim=1, descending=True, stable=True)
-    return scores[:, :k], indices.gather(1, by_score)[:, :k]
+        order = indices.argsort(dim=1)
+        order = order.gather(1, scores.gather(1, order).sort(dim=1, descending=True, stable=True).indices[:, :k])
+    return scores.gather(1, order), indices.gather(1, order)
 
 
 @dataclass(frozen=True)

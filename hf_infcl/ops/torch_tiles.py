@@ -14,7 +14,6 @@ from hf_infcl.ops.chunks import chunk_shape as chunk_shape  # the PyTorch path's
 from hf_infcl.ops.sides import Rule, Side, diagonal, relations
 from hf_infcl.ops.statistics import COUNT, LOG_SUM, MAX, POSITIVE_COUNT, POSITIVE_SUM, TOTAL, Statistics
 
-
 whole = None  # no shorter way for a batch that fits in one chunk
 
 

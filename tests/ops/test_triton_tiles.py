@@ -67,6 +67,7 @@ CASES = [
 ]
 
 
+# ieee keeps every row's own maximum, tf32 shares one exponential and leaves masks to a second launch.
 @pytest.mark.parametrize(("ids", "rule", "offsets", "wanted"), CASES)
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 def test_statistics_and_weights_match_pytorch(triton_tiles, ids, rule, offsets, wanted, precision):
@@ -89,8 +90,7 @@ def test_statistics_and_weights_match_pytorch(triton_tiles, ids, rule, offsets, 
 
 
 @pytest.mark.parametrize("kind", ["random", "trained", "identical", "opposite"])
-@pytest.mark.parametrize("scale", [1.0, 100.0, 10_000.0])
-@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+@pytest.mark.parametrize(("scale", "precision"), [(1.0, "tf32"), (100.0, "tf32"), (10_000.0, "tf32"), (100.0, "ieee")])
 def test_every_scale_keeps_the_largest_term(triton_tiles, kind, scale, precision):
     """Both branches of both kernels: a shared exponential where the spread is small, one's own where it is not."""
     rows, cols = chunk(kind)

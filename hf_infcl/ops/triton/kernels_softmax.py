@@ -430,32 +430,3 @@ def weights_kernel(
                 smoothing, gain, ROWS, COLS, ID_COLUMNS, MASK, MANY_POSITIVES, SMOOTH, EXACT, WANT_SUM, DEFER,
                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP, PRECISION, USE_TMA,
             )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["n_images", "n_texts", "depth"])
-def gradient_kernel(
-    d_x, d_y, x, x_stride, out_x, out_y, n_images, n_texts, depth, scale, grad, share, sum_parts,
-    FOR_X: tl.constexpr, FOR_Y: tl.constexpr, WANT_SUM: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Both gradients from G Y and G'X: times s, the incoming gradient and `share`, rounded once.
-
-    The first programs take a row of images each, the others a row of texts. WANT_SUM: sum_parts (n_images,) receives
-    x_i . (G Y)_i times the incoming gradient and `share`, whose sum is the scale's gradient.
-    """
-    row = tl.program_id(0)
-    common = tl.load(grad).to(tl.float32) * share
-    factor = common * tl.load(scale).to(tl.float32)
-    at = tl.arange(0, BLOCK)
-    inside_row = at < depth
-    if FOR_X and row < n_images:
-        gradient = tl.load(d_x + row.to(tl.int64) * depth + at, mask=inside_row, other=0.0)
-        tl.store(out_x + row.to(tl.int64) * depth + at, (gradient * factor).to(out_x.dtype.element_ty), mask=inside_row)
-        if WANT_SUM:
-            own_x = tl.load(x + row.to(tl.int64) * x_stride + at, mask=inside_row, other=0.0).to(tl.float32)
-            tl.store(sum_parts + row, tl.sum(own_x * gradient) * common)
-    elif FOR_Y:
-        text = row - (n_images if FOR_X else 0)
-        gradient = tl.load(d_y + text.to(tl.int64) * depth + at, mask=inside_row, other=0.0)
-        tl.store(
-            out_y + text.to(tl.int64) * depth + at, (gradient * factor).to(out_y.dtype.element_ty), mask=inside_row
-        )

@@ -135,7 +135,7 @@ def softmax_weights(
     }
     many = rule.duplicates == "positive" and tiles.arguments["ID_COLUMNS"] > 0
     exact, mask = _exact(precision, dtype), tiles.arguments["MASK"]
-    # What few tiles need goes to a second launch over those: masks where ids may agree and, on Hopper, two exponentials.
+    # What few tiles need is left to a second launch: masks where ids may agree and, on Hopper, two exponentials.
     defer = (mask and not exact) or on_hopper
     common["doubts"] = torch.empty(tiles.tiles_m * tiles.tiles_n, device=g.device, dtype=torch.int32) if defer else None
     plain = {"g": tiles.weights(g), "g_stride": g.stride(0), "MANY_POSITIVES": many, "EXACT": exact}

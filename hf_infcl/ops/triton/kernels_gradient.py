@@ -1,0 +1,64 @@
+"""Both gradients of a small batch from its G, in one launch."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _add_product(a, b, acc, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + a b. SPLIT: a in float32 times b in half precision, a as the sum of two numbers in b's dtype."""
+    if SPLIT:
+        high = a.to(b.dtype)
+        acc = tl.dot(high, b, acc)
+        acc = tl.dot((a - high.to(tl.float32)).to(b.dtype), b, acc)
+    else:
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit(do_not_specialize=["n"])
+def gradient_kernel(
+    g, x, y, out_x, out_y, g_stride, x_stride, y_stride, n, depth, scale, grad, share, sum_parts,
+    FOR_X: tl.constexpr, FOR_Y: tl.constexpr, WANT_SUM: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """dX = f G Y and dY = f G'X with f = s * grad * share, rounded once.
+
+    g: (n, n), its rows g_stride apart and zero beyond column n. x, y: (n, depth) embeddings. out_x, out_y: (n, depth),
+    contiguous. The first programs make dX, the others dY (FOR_X, FOR_Y: whether they are wanted).
+    sum_parts: (programs of dX,) float32, x_i . (G Y)_i summed over a tile, times grad * share (WANT_SUM).
+    """
+    tiles_d = tl.cdiv(depth, BLOCK_N)
+    tiles_one = tl.cdiv(n, BLOCK_M) * tiles_d
+    program = tl.program_id(0)
+    common = tl.load(grad).to(tl.float32) * share
+    factor = common * tl.load(scale).to(tl.float32)
+    for_x = FOR_X and (program < tiles_one or not FOR_Y)
+    tile = program if for_x else program - (tiles_one if FOR_X else 0)
+    rows = (tile // tiles_d) * BLOCK_M + tl.arange(0, BLOCK_M)
+    at_depth = (tile % tiles_d) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_depth = (at_depth < depth)[None, :]
+    out_at = rows.to(tl.int64)[:, None] * depth + at_depth[None, :]
+    there = (rows < n)[:, None] & in_depth
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if for_x:
+        for k in range(0, n, BLOCK_K):
+            ks = k + tl.arange(0, BLOCK_K)
+            g_at = g + rows.to(tl.int64)[:, None] * g_stride + ks[None, :]
+            a = tl.load(g_at, mask=(rows < n)[:, None] & (ks < g_stride)[None, :], other=0.0)
+            y_at = y + ks.to(tl.int64)[:, None] * y_stride + at_depth[None, :]
+            b = tl.load(y_at, mask=(ks < n)[:, None] & in_depth, other=0.0)
+            acc = _add_product(a, b, acc, SPLIT, PRECISION)
+        if WANT_SUM:
+            own = tl.load(x + rows.to(tl.int64)[:, None] * x_stride + at_depth[None, :], mask=there, other=0.0)
+            tl.store(sum_parts + tile, tl.sum(own.to(tl.float32) * acc) * common)
+        tl.store(out_x + out_at, (acc * factor).to(out_x.dtype.element_ty), mask=there)
+    else:
+        for k in range(0, n, BLOCK_K):
+            ks = k + tl.arange(0, BLOCK_K)
+            g_at = g + ks.to(tl.int64)[:, None] * g_stride + rows[None, :]
+            a = tl.load(g_at, mask=(ks < n)[:, None] & (rows < g_stride)[None, :], other=0.0)
+            x_at = x + ks.to(tl.int64)[:, None] * x_stride + at_depth[None, :]
+            b = tl.load(x_at, mask=(ks < n)[:, None] & in_depth, other=0.0)
+            acc = _add_product(a.T, b, acc, SPLIT, PRECISION)
+        tl.store(out_y + out_at, (acc * factor).to(out_y.dtype.element_ty), mask=there)

@@ -1,0 +1,53 @@
+"""The short way of a batch that fits in one chunk: the whole loss against float64, with every option."""
+
+import pytest
+import torch
+
+from hf_infcl.ops.dispatch import triton_installed
+from tests.comparisons import compare
+from tests.oracles import pairs
+
+pytestmark = pytest.mark.skipif(not triton_installed(), reason="needs triton, which is for Linux only")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize(
+    ("n", "options"),
+    [
+        (1, {}),
+        (33, {}),
+        (40, {"direction": "image_to_text"}),
+        (40, {"direction": "text_to_image", "label_smoothing": 0.1}),
+        (33, {"ids": True}),
+        (33, {"ids": True, "duplicates": "positive", "label_smoothing": 0.1}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matches_float64(n, options, dtype):
+    options = dict(options)
+    if options.pop("ids", False):
+        options["ids"] = torch.randint(0, 20, (n, 2))
+    compare(*pairs("trained", n, 20), 20.0, dtype=dtype, device=DEVICE, backend="triton", **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["identical", "opposite"])
+def test_equal_rows_leave_no_gradient_behind(kind, dtype):
+    """Where G's rows sum to nothing, rounding G once would leave errors that all point one way."""
+    compare(*pairs(kind, 35, 7), 50.0, dtype=dtype, device=DEVICE, backend="triton")
+
+
+def test_a_frozen_side_gets_the_scale_the_same_gradient():
+    from hf_infcl import contrastive_loss
+
+    x, y = (side.to(DEVICE, torch.float32) for side in pairs("trained", 33, 16))
+    gradients = []
+    for wanted in ((True, True), (False, True), (True, False)):
+        a, b = (t.clone().requires_grad_(want) for t, want in zip((x, y), wanted, strict=True))
+        s = torch.tensor(20.0, device=DEVICE, requires_grad=True)
+        contrastive_loss(a, b, s, backend="triton").backward()
+        gradients.append(s.grad)
+        assert (a.grad is not None, b.grad is not None) == wanted
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0], rtol=1e-5, atol=1e-7)
