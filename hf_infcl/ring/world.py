@@ -193,11 +193,16 @@ class World:
 
     def _host_group(self) -> Any:
         """A group of the same processes that carries what lies on the host, as NCCL does not."""
-        if "cpu" in _backends(self.group):
+        backends = _backends(self.group)
+        if "cpu" in backends:
             return self.group
         if self.group not in _host_groups:
             ranks = dist.get_process_group_ranks(self.group)
-            _host_groups[self.group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            # A process that does not answer is to be reported as soon as the group's owner would have it.
+            timeout = self.group._get_backend(torch.device(next(iter(backends)))).options._timeout
+            _host_groups[self.group] = dist.new_group(
+                ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
+            )
         return _host_groups[self.group]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hf_infcl import contrastive_loss, sigmoid_loss
+from hf_infcl import contrastive_loss, hard_negative_loss, retrieval_metrics, sigmoid_loss
 from tests import oracles
 from tests.processes import run_processes
 
@@ -37,6 +37,8 @@ def _count(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
     return {
         "contrastive": peak_and_largest(lambda: contrastive_loss(x, y, scale, **options).backward()),
         "sigmoid": peak_and_largest(lambda: sigmoid_loss(x, y, scale, bias, **options).backward()),
+        "hard negatives": peak_and_largest(lambda: hard_negative_loss(x, y, scale, k=4, **options).backward()),
+        "metrics": peak_and_largest(lambda: retrieval_metrics(x, y, block_size=64, group=None)),
     }
 
 
@@ -45,9 +47,12 @@ def test_allocations_do_not_grow_with_the_number_of_ranks():
     four, five = (run_processes(_count, world_size)[0] for world_size in (4, 5))
     local = ROWS * D * 4
     for loss in four:
-        peak, largest = five[loss]
-        assert peak == pytest.approx(four[loss][0], rel=0.01), loss
+        # Numbers (of pairs, in the metrics) are all that grows: 8 bytes for each row, some times over.
+        assert five[loss][0] <= four[loss][0] + 10 * 8 * ROWS, loss
+        assert five[loss][1] <= four[loss][1], loss
+    for loss in ("contrastive", "sigmoid"):
         # No single thing is larger than the embeddings of one rank. There are: both gradients, the visiting and the
         # arriving texts, their gradient here, on its way out and on its way in; and the scratch of one chunk.
+        peak, largest = five[loss]
         assert largest <= local, loss
         assert peak <= 9 * local, loss
