@@ -20,9 +20,9 @@ from hf_infcl.ops.topk import (
     Limits,
     Links,
     TopK,
+    best_of,
     block_link_gradient,
     block_topk,
-    merged,
     pair_scores,
     probabilities,
     selected_statistics,
@@ -145,7 +145,8 @@ def _empty(engine: Engine, n: int, k: int) -> TopK:
 
 
 def _merge_best(into: Yield, other: Yield) -> None:
-    scores, indices = merged(*into, *other)
+    k = into[0].shape[1]
+    scores, indices = best_of(torch.cat([into[0], other[0]], 1), torch.cat([into[1], other[1]], 1), k)
     into[0].copy_(scores)
     into[1].copy_(indices)
 
