@@ -29,6 +29,11 @@ def _wanted(block: Block, rows: Statistics | None, cols: Statistics | None) -> t
     return rows if block.for_rows else None, cols if block.for_cols else None
 
 
+def _unpacked(travelled: Tensor) -> Statistics:
+    """Statistics of (n, fields), as they travel, in the layout that kernels read; a copy only where they travelled."""
+    return Statistics(travelled.T.contiguous())
+
+
 def softmax_forward(
     images: Tensor, texts: Tensor, scale: Tensor, ids: Tensor | None, banks: Banks, spec: Spec, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,7 +62,7 @@ def softmax_forward(
         Statistics(into[0].T).merge_(Statistics(other[0].T), s)
 
     made = around(layout, travelling, (), visit, merge)
-    col_stats = Statistics(made[0].T) if made else None
+    col_stats = _unpacked(made[0]) if made else None
     total = torch.zeros((), device=engine.device, dtype=engine.accumulator)
     for stats in (row_stats, col_stats):
         if stats is not None:
@@ -97,7 +102,7 @@ def softmax_backward(
     all_rows = Statistics(row_data) if spec.for_rows else None
 
     def weights_of(block: Block, col_data: tuple[Tensor, ...]) -> Weights | None:
-        rows, cols = _wanted(block, all_rows, Statistics(col_data[0].T) if col_data else None)
+        rows, cols = _wanted(block, all_rows, _unpacked(col_data[0]) if col_data else None)
         if rows is None and cols is None:
             return None
 

@@ -75,7 +75,8 @@ def contrastive_case(batch: Batch, ids: bool, with_bank: bool, tolerance: float 
     exact, own = batch.leaves([SCALE])
     known = batch.ids if ids else None
     bank = (*batch.bank, batch.bank_ids) if with_bank else None
-    expected = oracles.contrastive(*exact, ids=known, bank=bank, **options)
+    meaning = {name: value for name, value in options.items() if name not in ("backend", "block_size")}
+    expected = oracles.contrastive(*exact, ids=known, bank=bank, **meaning)
     own_bank = batch.own_bank() if with_bank else None
     loss = contrastive_loss(*own, ids=None if known is None else known[batch.rows], bank=own_bank, **options)
     batch.check(expected, loss, exact, own, tolerance)
@@ -90,11 +91,11 @@ CONTRASTIVE = [
 ]
 
 
-def sigmoid_case(batch: Batch, ids: bool) -> Tensor:
+def sigmoid_case(batch: Batch, ids: bool, **options) -> Tensor:
     exact, own = batch.leaves([SCALE, BIAS])
     known = batch.ids if ids else None
     expected = oracles.sigmoid(*exact, ids=known)
-    loss = sigmoid_loss(*own, ids=None if known is None else known[batch.rows])
+    loss = sigmoid_loss(*own, ids=None if known is None else known[batch.rows], **options)
     batch.check(expected, loss, exact, own, 2e-5)
     return loss.detach()
 
