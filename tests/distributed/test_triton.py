@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from tests.distributed.test_hard_negatives import _loss as hard_negative_case
 from tests.distributed.test_losses import Batch, contrastive_case, forced_paths, sigmoid_case
 from tests.processes import run_processes
 
@@ -20,6 +21,7 @@ def _kernels(rank: int, world_size: int) -> list[float]:
         values.append(contrastive_case(batch, ids=True, with_bank=bank, **options).item())
     for _ in forced_paths():
         values.append(sigmoid_case(batch, ids=True, backend="triton").item())
+        values += hard_negative_case(batch, True, 3, True, direction="both", backend="triton")
     return values
 
 
