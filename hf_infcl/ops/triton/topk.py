@@ -21,6 +21,9 @@ _WAVES = 6
 _TILES_PER_SEGMENT = 8
 _BUFFER_ROWS = 32_768  # at k = 256: 134 MiB of buffers
 _MAX_INDEX = 2**31 - 2**16
+# Three programs of 128 threads share a multiprocessor's 65,536 registers, so that two selections overlap with one
+# product; the compiler spills 24 bytes at k = 8 and 272 at k = 32 for it. At k = 64 it would spill too much.
+_REGISTERS = 168
 
 
 def chunk_shape(device: torch.device, block_size: int | None) -> tuple[int, int]:
@@ -106,6 +109,7 @@ def _offer_in_registers(
         scores = torch.empty(n, segments * k, device=best.scores.device, dtype=torch.float32)
         indices = torch.empty(n, segments * k, device=best.scores.device, dtype=torch.int64)
     skipped = torch.empty(tiles.tiles_m * segments, device=scores.device, dtype=torch.int32)
+    few = {"maxnreg": _REGISTERS} if slots <= 32 and tiles.arguments["USE_TMA"] else {}
     topk_kernel[(tiles.tiles_m, segments)](
         **_arguments(tiles, exclude_pairs, ceiling),
         scores=scores,
@@ -117,6 +121,7 @@ def _offer_in_registers(
         skipped=skipped,
         LOAD=segments == 1,
         K=slots,
+        **few,
     )
     if segments > 1:
         block_m = 16
