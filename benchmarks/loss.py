@@ -6,7 +6,7 @@
 The rate counts the floor of four products of 2 N^2 D operations (one forward; recompute, dX and dY backward), whatever
 an implementation really spends. The roof is the rate of one 8192^3 product of the vendor's library in the same run.
 Times are medians over device events, so that launch overhead counts where it shows. Memory is the peak beyond inputs
-and returned gradients. The error is ||gradient - reference|| / ||reference|| against float64.
+and returned gradients. The error is ||gradient - reference|| / max(||reference||, 0.05 s / sqrt(N)) against float64.
 """
 
 import argparse
@@ -34,7 +34,7 @@ LARGEST_REFERENCE = 16_384
 
 
 def pairs(n: int, d: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """Unit-norm pairs like a trained model's: cosine .6."""
+    """Unit-norm pairs of cosine .3: the batch's negatives still matter, so that its gradient is worth comparing."""
     generator = torch.Generator(device).manual_seed(n + d)
 
     def unit() -> Tensor:
@@ -42,7 +42,7 @@ def pairs(n: int, d: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tens
         return torch.nn.functional.normalize(x, dim=-1)
 
     x = unit()
-    y = torch.nn.functional.normalize(0.6 * x + 0.8 * unit(), dim=-1)
+    y = torch.nn.functional.normalize(0.3 * x + 0.95 * unit(), dim=-1)
     return x.to(dtype).requires_grad_(), y.to(dtype).requires_grad_()
 
 
@@ -106,7 +106,8 @@ def reference_gradient(loss: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]
 def error(x: Tensor, y: Tensor, reference: tuple[Tensor, Tensor]) -> float:
     """The larger of both gradients' relative errors."""
     given = ((t.grad, ref) for t, ref in zip((x, y), reference, strict=True) if t.grad is not None)
-    return max(float((grad.double() - ref).norm() / ref.norm()) for grad, ref in given)
+    least = 0.05 * SCALE / len(x) ** 0.5
+    return max(float((grad.double() - ref).norm() / ref.norm().clamp(min=least)) for grad, ref in given)
 
 
 def measure(
@@ -232,7 +233,8 @@ def main() -> None:
                 del known, x, y
     if "options" in arguments.suite:
         n, d = (65_536, 512) if on_gpu else (512, 64)
-        ids = torch.randint(0, n, (n, 2), device=device)
+        # Image and caption ids of a batch in which one row in ten has a copy of its image, one in ten of its caption.
+        ids = torch.stack([torch.randint(0, 10 * n, (n,), device=device) for _ in range(2)], 1)
         variants: dict[str, dict[str, Any]] = {
             "hf_infcl": {},
             "hf_infcl ids": {"ids": ids},

@@ -46,7 +46,7 @@ class Tiles:
         x, y = operand(rows.embeds), operand(cols.embeds)
         (n_rows, depth), n_cols = x.shape, y.shape[0]
         device = x.device
-        c = chosen or config(kernel, device, rows.embeds.dtype, precision)
+        c = chosen or config(kernel, max(n_rows, n_cols), device, rows.embeds.dtype, precision)
         tiles_m, tiles_n = -(-n_rows // c.block_m), -(-n_cols // c.block_n)
         processors = chip(device.index or 0)[1] if device.type == "cuda" else 2
         programs = min(tiles_m * tiles_n, processors) if c.persistent else tiles_m * tiles_n

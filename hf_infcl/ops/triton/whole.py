@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_infcl.ops.sides import Rule
-from hf_infcl.ops.triton.configs import TileConfig
+from hf_infcl.ops.triton.configs import TileConfig, interpreted
 from hf_infcl.ops.triton.kernels_gradient import gradient_kernel
 from hf_infcl.ops.triton.kernels_softmax import merge_kernel, statistics_kernel, weights_kernel
 from hf_infcl.ops.triton.launch import operand
@@ -54,7 +54,7 @@ def suits(n: int, block_size: int | None) -> bool:
 
 def _tile(n: int, dtype: torch.dtype, precision: str, device: torch.device) -> TileConfig:
     if device.type != "cuda":
-        return TileConfig(16, 32, 32, 1, 1)
+        return interpreted(n)
     if dtype == torch.float32:
         return TileConfig(64, 64, 32, 4, 3 if precision == "tf32" else 2)
     # Small tiles keep all multiprocessors busy; large ones read less.

@@ -1,0 +1,119 @@
+"""Registers, spills, shared memory and compile time of the main kernels, for chips that need not be there.
+
+    python benchmarks/kernel_resources.py                 # Hopper
+    python benchmarks/kernel_resources.py --capability 80 # A100
+
+A tile that spills (stack > 0) or that leaves room for one program a multiprocessor shows here before any timing does.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from hf_infcl.ops.triton import kernels_gradient, kernels_sigmoid, kernels_softmax
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+FLOATS = {"smoothing", "gain", "share"}
+POINTERS = {
+    "scale": "fp32", "bias": "fp32", "grad": "fp32", "row_stats": "fp32", "col_stats": "fp32", "row_parts": "fp32",
+    "col_parts": "fp32", "parts": "fp32", "sum_parts": "fp32", "loss_parts": "fp32", "doubts": "i32",
+}  # fmt: skip
+
+
+def compile_kernel(
+    kernel: Any, tile: tuple[int, int, int, int, int], switches: dict[str, Any], capability: int, ids: int = 0,
+    dtype: str = "bf16", precision: str = "ieee", copy_engine: bool | None = None,
+) -> str:  # fmt: skip
+    """Compiles a kernel as its launcher would, and returns a line about it."""
+    m, n, k, warps, stages = tile
+    names = kernel.arg_names
+    engine = capability >= 90 if copy_engine is None else copy_engine
+    given = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP": 8, "PRECISION": precision, "USE_TMA": engine}
+    constants = {name: value for name, value in {**given, "FLATTEN": False, "ID_COLUMNS": ids}.items() if name in names}
+    constants |= switches
+    signature: dict[str, str] = {}
+    for name in names:
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in ("x", "y", "g") and engine:
+            rows, width = {"x": (m, k), "y": (n, k), "g": (m, n // 2)}[name]
+            signature[name] = f"tensordesc<{dtype}[{rows},{width}]>"
+        elif name in ("x", "y", "g", "out_x", "out_y"):
+            signature[name] = f"*{dtype}"
+        elif name in ("x_ids", "y_ids"):
+            signature[name] = "*i64" if ids else "constexpr"
+        elif name in POINTERS:
+            signature[name] = "*" + POINTERS[name]
+        else:
+            signature[name] = "fp32" if name in FLOATS else "i32"
+        if signature[name] == "constexpr":
+            constants.setdefault(name, None)
+    aligned = {"x_stride", "y_stride", "g_stride", "depth"}
+    attributes = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] == "*" or name in aligned
+    }
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
+    start = time.perf_counter()
+    made = triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": stages}
+    )
+    seconds = time.perf_counter() - start
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    on = ",".join(name for name, value in switches.items() if value is True)
+    head = f"{kernel.__name__:22} {dtype:4} {precision:6} {m}x{n}x{k}/{warps}w/{stages}s ids={ids} {on}"
+    shared = made.metadata.shared
+    return f"{head:100} registers {found[1]:>3} stack {found[2]:>4} shared {shared / 1024:5.0f} KiB  {seconds:5.1f} s"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capability", type=int, default=90)
+    capability = parser.parse_args().capability
+    both = {"ROWS": True, "COLS": True, "MASK": False, "MANY_POSITIVES": False, "SMOOTH": False, "EXACT": False}
+    forward = {**both, "REPAIR": False, "FRESH": False}
+    backward = {**both, "WANT_SUM": False, "DEFER": False, "REPAIR": False}
+    merge = {"ROWS": True, "COLS": True, "MANY_POSITIVES": False, "SMOOTH": False, "FRESH": True, "LOSS": True}
+    gradient = {"FOR_X": True, "FOR_Y": True, "WANT_SUM": True, "SPLIT": False}
+    big = (128, 128, 64, 4, 3) if capability >= 90 else (128, 128, 32, 4, 4)
+    small = (64, 64, 64, 4, 3)
+    statistics, weights = kernels_softmax.statistics_kernel, kernels_softmax.weights_kernel
+    jobs: list[tuple[Any, ...]] = [
+        (statistics, big, forward, {}),
+        (statistics, big, {**forward, "MASK": True}, {"ids": 2}),
+        (statistics, big, {**forward, "MASK": True, "EXACT": True, "REPAIR": True}, {"ids": 2}),
+        (weights, big, backward, {}),
+        (weights, big, {**backward, "MASK": True, "DEFER": True}, {"ids": 2}),
+        (weights, big, {**backward, "SMOOTH": True}, {}),
+        (kernels_sigmoid.sigmoid_loss_kernel, big, {"MASK": False}, {}),
+        (kernels_sigmoid.sigmoid_weights_kernel, big, {"MASK": False, "WANT_SUM": False}, {}),
+        (statistics, (128, 128, 32, 8, 3), forward, {"dtype": "fp32", "precision": "tf32"}),
+        (weights, (128, 128, 32, 8, 3), backward, {"dtype": "fp32", "precision": "tf32"}),
+        (statistics, small, {**forward, "EXACT": True, "FRESH": True}, {"copy_engine": False}),
+        (weights, small, backward, {"copy_engine": False}),
+        (kernels_gradient.gradient_kernel, small, gradient, {"copy_engine": False}),
+        (kernels_softmax.merge_kernel, (0, 0, 0, 4, 1), {**merge, "BLOCK": 32, "STEP": 16}, {"copy_engine": False}),
+    ]
+    for kernel, tile, switches, more in jobs:
+        print(compile_kernel(kernel, tile, switches, capability, **more), flush=True)
+
+
+if __name__ == "__main__":
+    main()
