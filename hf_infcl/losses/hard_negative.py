@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_infcl.losses import checks
 from hf_infcl.losses.memory_bank import MemoryBank
-from hf_infcl.ring import HardNegativeCounts, HardNegativeSpec
+from hf_infcl.ring import HardNegativeCounts, HardNegativeSpec, World
 from hf_infcl.ring import hard_negative_loss as ring_hard_negative_loss
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ def hard_negative_loss(
     known = checks.check_ids("ids", ids, image_embeds)
     checks.check_bank(bank, image_embeds, known)
     filled = bank is not None and len(bank) > 0
-    if group is False or not torch.distributed.is_initialized():
+    if not torch.compiler.is_compiling() and World.of(group).is_alone:
         most = len(image_embeds) - 1 + (0 if bank is None else bank.size)
         if k > most:
             _say_all_are_used(k, most)

@@ -17,9 +17,10 @@ def test_holds_the_last_pairs_pushed(size, batches):
         pushed = torch.cat([pushed, new.detach()])
     expected = pushed[-size:]
     assert len(bank) == len(expected)
-    order = bank.ids[:, 0].argsort()
-    assert torch.equal(bank.image_embeds[order], expected)
-    assert torch.equal(bank.text_embeds[order], -expected)
+    assert bank.filled == len(expected)
+    assert torch.equal(bank.image_embeds, expected)  # oldest first
+    assert torch.equal(bank.text_embeds, -expected)
+    assert bank.ids[-1] == len(pushed) - 1
     assert not bank.image_embeds.requires_grad
 
 
