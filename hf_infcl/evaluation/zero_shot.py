@@ -10,6 +10,7 @@ from hf_infcl.evaluation.checks import as_embeddings, as_ids, check_finite, chec
 from hf_infcl.evaluation.relations import SameIds
 from hf_infcl.evaluation.retrieval import say_once_pool_is_small
 from hf_infcl.evaluation.sweep import rank_sweep
+from hf_infcl.ring.layout import Layout
 
 
 def zero_shot_metrics(
@@ -20,6 +21,7 @@ def zero_shot_metrics(
     ks: Sequence[int] = (1, 5),
     class_names: Sequence[str] | None = None,
     block_size: int | None = None,
+    group: Any = False,
 ) -> dict[str, float]:
     """Accuracy of classifying images by the nearest class embedding.
 
@@ -31,6 +33,9 @@ def zero_shot_metrics(
         ks: the k of accuracy@k. A k as large as the number of classes gives 1.0, which is said once in the log.
         class_names: (C,) names; classes of one name are merged into the first of them.
         block_size: rows and columns of a block of scores; default by device.
+        group: the process group that shares the images, where each process passes images of its own and all classes,
+            and all get the same metrics; None: the default group where one is initialised; False: this process has
+            them all.
 
     Returns:
         "accuracy@k" for every k, and "mean_per_class_accuracy" (accuracy@1 averaged over the classes that occur, so
@@ -67,8 +72,11 @@ def zero_shot_metrics(
         classes = class_embeds.shape[0]
     _refuse_equal_classes(class_embeds)
 
+    options = {"function": "zero_shot_metrics", "width": class_embeds.shape[1], "classes": classes, "ks": checked_ks}
+    layout = Layout.of(group, n, 0, device, options)
     relation = SameIds(labels, torch.arange(classes, device=device)[:, None])
     ranks = rank_sweep(image_embeds, class_embeds, relation, block_size).rows
+    ranks, labels = (layout.world.gather(numbers, layout.batch_sizes) for numbers in (ranks, labels))
     for k in checked_ks:
         if k >= classes:
             say_once_pool_is_small(f"accuracy@{k}", classes)

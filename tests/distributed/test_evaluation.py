@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hf_infcl import retrieval_metrics
+from hf_infcl import retrieval_metrics, zero_shot_metrics
 from hf_infcl.evaluation import dataset_retrieval_metrics
 from tests.processes import run_processes
 
@@ -56,6 +56,9 @@ def _metrics(rank: int, world_size: int) -> None:
             )
             everything = slice(0, len(ids))
             assert found == dataset_retrieval_metrics(row_images[everything], row_texts[everything], ids, **options)
+        labels, classes = torch.randint(0, 6, (n,), generator=torch.Generator().manual_seed(8)), torch.eye(6, 5) - 0.1
+        found = zero_shot_metrics(images[own_images], labels[own_images], classes, group=None)
+        assert found == zero_shot_metrics(images, labels, classes)
         spoilt = images[own_images].clone()
         if rank == 1:
             spoilt[0, 0] = torch.nan
