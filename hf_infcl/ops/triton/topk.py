@@ -19,7 +19,8 @@ _LARGEST_IN_REGISTERS = 64
 _WAVES = 6
 # A segment starts with nothing to compare with: below this its first tiles, which all insert, outweigh the rest.
 _TILES_PER_SEGMENT = 8
-_BUFFER_ROWS = 32_768  # at k = 256: 134 MiB of buffers
+_BUFFER_ROWS = 32_768  # at k = 256: 128 MiB of buffers
+_BUFFER_ENTRIES = 2**27  # 1 GiB, which bounds the rows at very large k
 _MAX_INDEX = 2**31 - 2**16
 # Three programs of 128 threads share a multiprocessor's 65,536 registers, so that two selections overlap with one
 # product; the compiler spills 24 bytes at k = 8 and 272 at k = 32 for it. At k = 64 it would spill too much.
@@ -141,12 +142,13 @@ def _offer_in_buffers(
     precision: str,
     block_size: int | None,
 ) -> None:
-    for part in parts(len(anchors), _BUFFER_ROWS):
+    width = 32
+    block_n = _config(anchors.embeds.device, anchors.embeds.dtype, best.k, block_size).block_n
+    # Half as much again as k before a buffer is cut back, which costs about 35 passes over it.
+    capacity = triton.cdiv(best.k + max(best.k // 2, 2 * block_n), width) * width
+    for part in parts(len(anchors), min(_BUFFER_ROWS, max(_BUFFER_ENTRIES // capacity // 64, 1) * 64)):
         tiles = _tiles(anchors[part], others, best.k, precision, block_size)
-        block_m, block_n = tiles.config.block_m, tiles.config.block_n
-        width = 32
-        # Half as much again as k before the buffer is cut back, which costs about 35 passes over it.
-        capacity = triton.cdiv(best.k + max(best.k // 2, 2 * block_n), width) * width
+        block_m = tiles.config.block_m
         strips = tiles.tiles_m
         buffers = [
             torch.empty(strips * block_m, capacity, device=best.scores.device, dtype=torch.int32) for _ in range(2)
