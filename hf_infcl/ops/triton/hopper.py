@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_infcl.ops.sides import Rule, Side
 from hf_infcl.ops.triton.configs import TileConfig, chip
-from hf_infcl.ops.triton.launch import Tiles
+from hf_infcl.ops.triton.launch import Tiles, on
 
 BLOCK, _BLOCK_K, _STAGES = 128, 64, 4
 # A block of X stays in shared memory: 128 rows of 512 take 128 KiB of its 227, and four stages of Y the next 64.
@@ -77,10 +77,12 @@ def _programs(tiles: Tiles) -> tuple[int]:
 def launch_statistics(tiles: Tiles, **more: Any) -> None:
     from hf_infcl.ops.triton.kernels_hopper import hopper_statistics_kernel
 
-    hopper_statistics_kernel[_programs(tiles)](**_arguments(tiles), **more)
+    with on(tiles.device):
+        hopper_statistics_kernel[_programs(tiles)](**_arguments(tiles), **more)
 
 
 def launch_weights(tiles: Tiles, g: Tensor, **more: Any) -> None:
     from hf_infcl.ops.triton.kernels_hopper import hopper_weights_kernel
 
-    hopper_weights_kernel[_programs(tiles)](**_arguments(tiles), g_desc=_descriptor(g, BLOCK, BLOCK // 2), **more)
+    with on(tiles.device):
+        hopper_weights_kernel[_programs(tiles)](**_arguments(tiles), g_desc=_descriptor(g, BLOCK, BLOCK // 2), **more)

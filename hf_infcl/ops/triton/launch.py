@@ -1,8 +1,10 @@
 """From sides to kernel arguments: operands, tile grids and the launches themselves."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
@@ -10,6 +12,13 @@ from hf_infcl.ops.sides import Rule, Side
 from hf_infcl.ops.triton.configs import TileConfig, chip, config, uses_tma
 
 _ALIGNMENT = 16  # bytes: what the copy engine asks of a base address and a row stride
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, wherever its arguments are: makes theirs the current one."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def operand(embeds: Tensor) -> Tensor:
@@ -38,6 +47,7 @@ class Tiles:
     tiles_n: int
     programs: int
     processors: int
+    device: torch.device
 
     @classmethod
     def of(
@@ -74,7 +84,7 @@ class Tiles:
             "USE_TMA": tma,
             "FLATTEN": c.persistent,
         }
-        return cls(arguments, c, tiles_m, tiles_n, programs, processors)
+        return cls(arguments, c, tiles_m, tiles_n, programs, processors, device)
 
     def weights(self, g: Tensor) -> Any:
         """A chunk of G as the kernels take it."""
@@ -86,7 +96,10 @@ class Tiles:
         return replace(self, programs=few, arguments={**self.arguments, "n_programs": few, "FLATTEN": False})
 
     def launch(self, kernel: Any, **more: Any) -> None:
-        kernel[(self.programs,)](**self.arguments, **more, num_warps=self.config.warps, num_stages=self.config.stages)
+        with on(self.device):
+            kernel[(self.programs,)](
+                **self.arguments, **more, num_warps=self.config.warps, num_stages=self.config.stages
+            )
 
 
 def _descriptor(x: Tensor, rows: int, depth: int) -> Any:

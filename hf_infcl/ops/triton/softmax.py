@@ -9,7 +9,7 @@ from hf_infcl.ops.sides import Rule, Side
 from hf_infcl.ops.statistics import COUNT, TOTAL, Statistics
 from hf_infcl.ops.triton import hopper
 from hf_infcl.ops.triton.kernels_softmax import merge_kernel, statistics_kernel, weights_kernel
-from hf_infcl.ops.triton.launch import Tiles, cdiv
+from hf_infcl.ops.triton.launch import Tiles, cdiv, on
 from hf_infcl.ops.triton.products import empty_weights, gain
 
 _MERGE_ROWS, _MERGE_STEP = 64, 16
@@ -29,7 +29,10 @@ def statistics(
     col_stats: Statistics | None,
     precision: str,
 ) -> None:
-    """Merges a chunk's candidates into the running statistics of its rows and of its columns (None: not wanted)."""
+    """Merges a chunk's candidates into the running statistics of its rows and of its columns (None: not wanted).
+
+    `max` may exceed a row's largest u, where the row shared its tile's maximum; `log_sum` is less by as much.
+    """
     on_hopper = hopper.suits(rows, cols, rule)
     tiles = Tiles.of("statistics", rows, cols, rule, precision, hopper.REPAIR if on_hopper else None)
     n_rows, n_cols, device = len(rows), len(cols), rows.embeds.device
@@ -78,25 +81,26 @@ def statistics(
                     stats.data[COUNT] += len(theirs)
     row_blocks = cdiv(n_rows, _MERGE_ROWS) if row_stats is not None else 0
     col_blocks = cdiv(n_cols, _MERGE_ROWS) if col_stats is not None else 0
-    merge_kernel[(row_blocks + col_blocks,)](
-        **sides,
-        **wanted,
-        n_rows=n_rows,
-        n_cols=n_cols,
-        row_tiles=tiles.tiles_m,
-        col_tiles=tiles.tiles_n,
-        row_blocks=row_blocks,
-        loss_parts=None,
-        share=0.0,
-        smoothing=0.0,
-        FRESH=False,
-        LOSS=False,
-        MANY_POSITIVES=many,
-        SMOOTH=planes_of_candidates,
-        BLOCK=_MERGE_ROWS,
-        STEP=_MERGE_STEP,
-        num_warps=4,
-    )
+    with on(device):
+        merge_kernel[(row_blocks + col_blocks,)](
+            **sides,
+            **wanted,
+            n_rows=n_rows,
+            n_cols=n_cols,
+            row_tiles=tiles.tiles_m,
+            col_tiles=tiles.tiles_n,
+            row_blocks=row_blocks,
+            loss_parts=None,
+            share=0.0,
+            smoothing=0.0,
+            FRESH=False,
+            LOSS=False,
+            MANY_POSITIVES=many,
+            SMOOTH=planes_of_candidates,
+            BLOCK=_MERGE_ROWS,
+            STEP=_MERGE_STEP,
+            num_warps=4,
+        )
 
 
 def softmax_weights(

@@ -13,7 +13,7 @@ from hf_infcl.ops.sides import Rule
 from hf_infcl.ops.triton.configs import TileConfig, interpreted
 from hf_infcl.ops.triton.kernels_gradient import gradient_kernel
 from hf_infcl.ops.triton.kernels_softmax import merge_kernel, statistics_kernel, weights_kernel
-from hf_infcl.ops.triton.launch import operand
+from hf_infcl.ops.triton.launch import on, operand
 from hf_infcl.ops.triton.products import gain
 
 LARGEST = 8192
@@ -33,16 +33,17 @@ def _launch(
     """Launches a kernel; from the second time on without Triton's binding of arguments, most of a launch's cost.
 
     Args:
-        key: what the values' types and alignments follow from.
+        key: the device, and what the values' types and alignments follow from.
         values: run-time arguments, in the kernel's order.
         switches: compile-time arguments, which follow them.
     """
     full_key = kernel, key, switches, c
     found = _compiled.get(full_key)
-    if found is not None:
-        found[(programs, 1, 1)](*values, *switches)
-        return
-    made = kernel[(programs,)](*values, *switches, num_warps=c.warps, num_stages=c.stages)
+    with on(key[0]):
+        if found is not None:
+            found[(programs, 1, 1)](*values, *switches)
+            return
+        made = kernel[(programs,)](*values, *switches, num_warps=c.warps, num_stages=c.stages)
     if made is not None:  # the interpreter compiles nothing
         _compiled[full_key] = made
 
@@ -78,8 +79,10 @@ class _Plan:
         self.precision = precision
         self.tile = c.block_m, c.block_n, c.block_k, c.group, precision, False, False
         self.operands = x, y, x.stride(0), y.stride(0), n, n, depth, 0, self.ids, self.ids
-        # Triton compiles anew for a depth of 1, and for strides and depths that divide by 16.
-        traits = depth == 1, depth % 16, x.stride(0) % 16, y.stride(0) % 16
+        # Triton compiles anew for a depth of 1, and for strides, depths and addresses that divide by 16. All other
+        # tensors are operands, which do, or made here.
+        ids_at = 0 if self.ids is None else self.ids.data_ptr() % 16
+        traits = depth == 1, depth % 16, x.stride(0) % 16, y.stride(0) % 16, ids_at
         self.key = images.device, images.dtype, *traits
 
 
