@@ -132,7 +132,7 @@ def mining(device: str, n: int, d: int, dtype: torch.dtype, k: int) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[65_536])
+    parser.add_argument("--sizes", type=int, nargs="*", default=[65_536], help="none: the skip ratios only")
     parser.add_argument("--depth", type=int, default=512)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
