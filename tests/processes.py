@@ -9,6 +9,7 @@ results = run_processes(work, world_size=3, args=(128,))   # results[rank]
 
 import contextlib
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -176,6 +177,7 @@ def _main(workdir: Path) -> int:
         sys.stderr.flush()
         sys.stdout.flush()
         os._exit(1)
+    gc.collect()  # tracebacks of errors that the target expected hold on to the group, whose threads then outlive it
     dist.barrier()  # a rank that leaves early takes its connections with it while others still read
     dist.destroy_process_group()
     return 0

@@ -58,7 +58,6 @@ def taken(folder) -> list[str]:
 @pytest.mark.parametrize(
     ("how", "launcher", "trains", "words"),
     [
-        ("raise", "torchrun", False, "ValueError: broken on purpose"),
         ("memory", "torchrun", False, "can't allocate memory"),
         ("kill", "torchrun", False, "exitcode *: -9"),
         ("kill", "accelerate", True, "exitcode *: -9"),

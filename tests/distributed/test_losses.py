@@ -201,18 +201,8 @@ def _compiled(rank: int, world_size: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
 
 
-def _everything_else(rank: int, world_size: int) -> None:
-    for case in (_other_dtypes, _views_and_blocks, _only_wanted_gradients, _same_bits_again, _groups, _compiled):
-        torch.manual_seed(0)
-        case(rank, world_size)
-
-
-def test_dtypes_views_gradients_groups_and_compile():
-    run_processes(_everything_else, 4)
-
-
-def _rounded_gradients(rank: int, world_size: int) -> list[float]:
-    """Relative errors of the texts' gradient: as it is by default, and with what travels rounded."""
+def _gradients_that_travel_in_bf16(rank: int, world_size: int) -> None:
+    """They cost no more than their rounding."""
     rows, d = 128, 32
     os.environ["HF_INFCL_GATHER_BELOW"] = "0"
     x, y = (side.bfloat16() for side in oracles.pairs("trained", rows * world_size, d))
@@ -226,11 +216,26 @@ def _rounded_gradients(rank: int, world_size: int) -> list[float]:
         contrastive_loss(x[own], texts, SCALE).backward()
         reference = world_size * exact[1].grad[own]
         errors.append(((texts.grad.double() - reference).norm() / reference.norm()).item())
-    return errors
+    del os.environ["HF_INFCL_BF16_GRADIENTS"]
+    exact_travel, rounded = errors
+    # bf16 keeps 8 bits: the result itself is rounded to 2^-9 at worst, and so is the sum on each of three hops.
+    assert exact_travel < 2**-8.5
+    assert exact_travel < rounded < 2 * 2**-8.5
 
 
-def test_gradients_that_travel_in_bf16_cost_no_more_than_their_rounding():
-    for exact, rounded in run_processes(_rounded_gradients, 4):
-        # bf16 keeps 8 bits: the result itself is rounded to 2^-9 at worst, and so is the sum on each of three hops.
-        assert exact < 2**-8.5
-        assert exact < rounded < 2 * 2**-8.5
+def _everything_else(rank: int, world_size: int) -> None:
+    for case in (
+        _other_dtypes,
+        _views_and_blocks,
+        _only_wanted_gradients,
+        _same_bits_again,
+        _gradients_that_travel_in_bf16,
+        _groups,
+        _compiled,
+    ):
+        torch.manual_seed(0)
+        case(rank, world_size)
+
+
+def test_dtypes_views_gradients_groups_and_compile():
+    run_processes(_everything_else, 4)

@@ -46,13 +46,22 @@ def _gathered_and_travelling(rank: int, world_size: int, folder: str) -> dict[st
     return found
 
 
-def test_every_updated_weight_is_that_of_one_process(tmp_path):
-    by_rank = run_processes(_gathered_and_travelling, 2, args=(str(tmp_path),))
+def _both(rank: int, world_size: int, folder: str) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    return _gathered_and_travelling(rank, world_size, folder), _parts_that_are_trained(rank, world_size, folder)
+
+
+@pytest.fixture(scope="module")
+def by_rank(tmp_path_factory):
+    """What two processes find, started once."""
+    return run_processes(_both, 2, args=(str(tmp_path_factory.mktemp("two")),))
+
+
+def test_every_updated_weight_is_that_of_one_process(tmp_path, by_rank):
     for family, loss_type in FAMILIES.items():
         expected_loss, expected = one_step(1, str(tmp_path), family, loss_type=loss_type)
         assert ("logit_bias" in expected) == (family == "siglip")
         for path in ("hop", "gather"):
-            for found in by_rank:
+            for found, _ in by_rank:
                 loss, weights = found[family, path]
                 assert loss == pytest.approx(expected_loss, rel=1e-5)
                 for name, value in expected.items():
@@ -83,7 +92,7 @@ def _parts_that_are_trained(rank: int, world_size: int, folder: str) -> dict[str
     return found
 
 
-def test_frozen_parts_stay_and_no_process_waits_for_them(tmp_path):
-    first, second = run_processes(_parts_that_are_trained, 2, args=(str(tmp_path),))
+def test_frozen_parts_stay_and_no_process_waits_for_them(by_rank):
+    (_, first), (_, second) = by_rank
     for case, weights in first.items():
         assert all(torch.equal(value, second[case][name]) for name, value in weights.items())
