@@ -1,7 +1,8 @@
 """The forward of a dual encoder as this project needs it: embeddings of either or both modalities, and no logits."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MethodType
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -57,9 +58,18 @@ def prepare_dual_encoder(model: Model, processor: Any = None) -> Model:
         lower_case_as_trained(processor)
         set_image_normalization(base, processor)
     if not getattr(base, "_infcl_prepared", False):  # accelerate may have wrapped our forward since
-        base.forward = MethodType(_forward, base)
+        base.forward = _BoundForward(_forward, base)
         base._infcl_prepared = True
     return model
+
+
+class _BoundForward(partial[DualEncoderOutput]):
+    """A method of one instance. Python's own kind cannot be unpickled before the instance is there as a whole."""
+
+    @property
+    def __func__(self) -> Callable[..., DualEncoderOutput]:
+        """What accelerate wraps and binds again."""
+        return self.func
 
 
 def _forward(

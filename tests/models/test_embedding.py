@@ -1,6 +1,8 @@
 """The forward against each family's own."""
 
 import copy
+import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -85,6 +87,18 @@ def test_a_deep_copy_embeds_with_its_own_weights() -> None:
     with torch.no_grad():
         other.visual_projection.weight.neg_()
     torch.testing.assert_close(other(**batch).image_embeds, -model(**batch).image_embeds)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_pickled_model_embeds_with_its_own_weights(adapted: bool) -> None:
+    model, batch = prepare_dual_encoder(tiny_clip()), tiny_batch("clip")
+    whole = get_peft_model(model, complete_lora_config(model, LoraConfig(r=2))) if adapted else model
+    other = pickle.loads(pickle.dumps(whole))
+    assert torch.equal(other(**batch).image_embeds, whole(**batch).image_embeds)
+    with torch.no_grad():
+        unwrap(other).visual_projection.weight.neg_()
+    assert torch.equal(other(**batch).image_embeds, -whole(**batch).image_embeds)
+    assert next(iter(inspect.signature(model.forward).parameters)) == "input_ids"
 
 
 def test_compiled_forward_has_no_graph_break() -> None:
