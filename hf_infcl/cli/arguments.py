@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+AUTO_SPLIT = "auto"
+
 
 @dataclass
 class ScriptArguments:
@@ -12,7 +14,8 @@ class ScriptArguments:
         dataset_config (`str`, *optional*): configuration of the data set.
         dataset_revision (`str`, *optional*): branch, tag or commit of the data set on the Hub.
         dataset_train_split (`str`, defaults to `"train"`): split to train on.
-        dataset_test_split (`str`, defaults to `"test"`): split to evaluate on; `none` for no evaluation.
+        dataset_test_split (`str`, defaults to `"auto"`): split to evaluate on; `none` for no evaluation, `auto` for
+            `test` where there is one.
         dataset_streaming (`bool`, defaults to `False`): read the training split as a stream, without downloading it.
         image_root (`str`, *optional*): folder that relative image paths start from.
         delimiter (`str`, *optional*): separator of a CSV; by default the one its header has.
@@ -31,7 +34,8 @@ class ScriptArguments:
     )
     dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
     dataset_test_split: str | None = field(
-        default="test", metadata={"help": "Split to evaluate on; none for no evaluation."}
+        default=AUTO_SPLIT,
+        metadata={"help": "Split to evaluate on; none for no evaluation, auto for test where there is one."},
     )
     dataset_streaming: bool = field(
         default=False, metadata={"help": "Read the training split as a stream, without downloading it."}

@@ -1,7 +1,10 @@
 """From the arguments of a recipe to the objects a trainer takes."""
 
 import logging
+import re
 from typing import TYPE_CHECKING, Any
+
+from hf_infcl.cli.arguments import AUTO_SPLIT
 
 if TYPE_CHECKING:
     from hf_infcl.cli.arguments import ModelArguments, ScriptArguments
@@ -14,10 +17,11 @@ def load_datasets(script_args: "ScriptArguments", training_args: "InfCLConfig") 
     """The training and the evaluation split that a recipe names.
 
     Returns:
-        Both as `load_image_text_dataset` gives them; the second is None where no test split is wanted.
+        Both as `load_image_text_dataset` gives them; the second is None where no test split is wanted, and where none
+        was named, none is there and `eval_strategy` asks for no evaluation.
 
     Raises:
-        ValueError: `eval_strategy` asks for evaluations without a split to evaluate on.
+        ValueError: the split to evaluate on is not there, or `eval_strategy` asks for evaluations without one.
     """
     train = _split(script_args, training_args, script_args.dataset_train_split, script_args.dataset_streaming)
     train = _first_rows(train, script_args.max_train_samples)
@@ -28,8 +32,41 @@ def load_datasets(script_args: "ScriptArguments", training_args: "InfCLConfig") 
                 "name a split to evaluate on, or set eval_strategy to no"
             )
         return train, None
-    test = _split(script_args, training_args, script_args.dataset_test_split, streaming=False)
-    return train, _first_rows(test, script_args.max_eval_samples)
+    test = _test_split(script_args, training_args, script_args.dataset_test_split)
+    return train, None if test is None else _first_rows(test, script_args.max_eval_samples)
+
+
+def _test_split(script_args: "ScriptArguments", training_args: Any, wanted: str) -> Any:
+    """The split to evaluate on; None where nobody asked for one and there is none."""
+    name = "test" if wanted == AUTO_SPLIT else wanted
+    try:
+        return _split(script_args, training_args, name, streaming=False)
+    except ValueError as error:
+        there = _splits_named_in(error)
+        if there is None:
+            raise
+        if wanted == AUTO_SPLIT and training_args.eval_strategy == "no":
+            if training_args.process_index == 0:
+                logger.warning(
+                    "training without evaluation: %s has no split %r (it has %s); dataset_test_split names another",
+                    script_args.dataset_name,
+                    name,
+                    there,
+                )
+            return None
+        also = "" if training_args.eval_strategy == "no" else " and `eval_strategy: no`"
+        raise ValueError(
+            f"{script_args.dataset_name} has no split {name!r} to evaluate on; it has {there}. Name one of them by "
+            f"dataset_test_split, or train without evaluation: `dataset_test_split: none`{also}"
+        ) from error
+
+
+def _splits_named_in(error: ValueError) -> str | None:
+    """The splits that a loader lists where it lacks the one asked for; None for any other error."""
+    found = re.search(
+        r"(?:split=.* is not in .*; it has |Should be one of \[|Available splits: \[)([^\]]*)", str(error)
+    )
+    return re.sub(r"['\"]", "", found[1]) if found else None
 
 
 def _split(script_args: "ScriptArguments", training_args: Any, split: str, streaming: bool) -> Any:
