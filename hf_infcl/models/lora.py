@@ -14,6 +14,7 @@ from hf_infcl.models.families import family_of
 logger = logging.getLogger(__name__)
 
 TOWERS = {"vision": "vision_model", "text": "text_model"}
+_PROJECTIONS = {"vision": "visual_projection", "text": "text_projection"}
 
 
 def lora_target_modules(model: nn.Module, towers: Sequence[str] = ("vision", "text")) -> list[str]:
@@ -89,10 +90,10 @@ def complete_lora_config(model: nn.Module, config: Any, towers: Sequence[str] = 
 
 
 def check_lora_targets(model: nn.Module, config: Any, towers: Sequence[str] = ("vision", "text")) -> None:
-    """Refuses LoRA targets that match nothing in a tower, as one family's layer names do on another.
+    """Refuses LoRA targets that match nothing on one side, as one family's layer names do on another.
 
-    Targets that name one tower in full (`"vision_model.*q_proj"`, or every entry of a list) say that the other one is
-    meant to stay as it is.
+    A side is a tower and the projection behind it. Targets that name one side in full (`"vision_model.*q_proj"`,
+    `"visual_projection"`, or every entry of a list) say that the other one is meant to stay as it is.
 
     Args:
         model: a dual encoder without adapters.
@@ -108,16 +109,18 @@ def check_lora_targets(model: nn.Module, config: Any, towers: Sequence[str] = ("
     entries = [targets] if isinstance(targets, str) else list(targets)
     for tower in towers:
         module = getattr(unwrap(model), TOWERS[tower])
-        others = [attribute for name, attribute in TOWERS.items() if name != tower]
-        if all(any(other in entry for other in others) for entry in entries):
+        other = next(name for name in TOWERS if name != tower)
+        if all(TOWERS[other] in entry or _PROJECTIONS[other] in entry for entry in entries):
             continue
-        if any(check_target_module_exists(config, f"{TOWERS[tower]}.{name}") for name, _ in module.named_modules()):
+        names = [f"{TOWERS[tower]}.{name}" for name, _ in module.named_modules()]
+        names += [_PROJECTIONS[tower]] if hasattr(unwrap(model), _PROJECTIONS[tower]) else []
+        if any(check_target_module_exists(config, name) for name in names):
             continue
         there = sorted({name.rsplit(".", 1)[-1] for name in _linear_names(module)})
         raise ValueError(
             f"LoRA target_modules {_short(entries)} match nothing in the {tower} tower ({type(module).__name__}); "
             f"layers there are named: {', '.join(there)}. Leave target_modules out to adapt both towers, or say that "
-            f"the other one alone is meant by a pattern such as '{others[0]}.*(NAME|NAME)'"
+            f"the other one alone is meant by a pattern such as '{TOWERS[other]}.*(NAME|NAME)'"
         )
 
 

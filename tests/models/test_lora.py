@@ -102,6 +102,27 @@ def test_targets_that_name_one_tower_leave_the_other_one_as_it_is(targets: str |
     assert not torch.equal(after.image_embeds, before.image_embeds)
 
 
+@pytest.mark.parametrize("family", ["clip", "vision-text-dual-encoder"])
+def test_a_projection_stands_for_its_side(family: str) -> None:
+    base, batch = prepare_dual_encoder(MODELS[family]()), tiny_batch(family)
+    before = base(**batch)
+    both = ["visual_projection", "text_projection"]
+    given = LoraConfig(r=4, target_modules=both, rank_pattern={both[0]: 8}, alpha_pattern={both[0]: 32})
+    assert complete_lora_config(base, given).target_modules == set(both)
+    check_lora_targets(base, LoraConfig(target_modules=["q_proj", "text_projection"]))
+    config = LoraConfig(target_modules=["visual_projection"], init_lora_weights=False)
+    after = get_peft_model(base, complete_lora_config(base, config))(**batch)
+    assert torch.equal(after.text_embeds, before.text_embeds)
+    assert not torch.equal(after.image_embeds, before.image_embeds)
+
+
+def test_targets_that_match_neither_side_are_refused() -> None:
+    with pytest.raises(ValueError, match="vision tower"):
+        check_lora_targets(tiny_siglip(), LoraConfig(target_modules=["text_model.nothing", "nothing"]))
+    with pytest.raises(ValueError, match="vision tower"):  # SigLIP has no projections
+        check_lora_targets(tiny_siglip(), LoraConfig(target_modules=["visual_projection", "text_projection"]))
+
+
 def test_a_frozen_tower_needs_no_target() -> None:
     model = tiny_vision_text_dual_encoder()
     config = complete_lora_config(model, LoraConfig(target_modules=["q_proj"]), towers=("vision",))
