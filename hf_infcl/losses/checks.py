@@ -1,12 +1,12 @@
 """What can be checked of a loss's arguments without reading device memory: one clear `ValueError` each."""
 
 import math
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_infcl.losses.memory_bank import MemoryBank
 from hf_infcl.ops import BACKENDS, PRECISIONS, Limits, accumulator_dtype
 from hf_infcl.ring import DIRECTIONS
 
@@ -24,6 +24,8 @@ def check_embeddings(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a tensor of shape (n, d), got {type(value).__name__}")
     if value.ndim != 2 or 0 in value.shape:
         raise ValueError(f"{name} must have shape (n, d) with n >= 1 and d >= 1, got {_shape(value)}")
+    if value.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got layout {value.layout}; convert it with .to_dense()")
     if value.dtype not in _DTYPES:
         raise ValueError(f"{name} must be float32, float16, bfloat16 or float64, got {value.dtype}")
 
@@ -59,11 +61,14 @@ def scalar(name: str, value: Any, like: Tensor, *, positive: bool) -> Tensor:
         if not value.is_floating_point():
             raise ValueError(f"{name} must be a floating-point tensor, got {value.dtype}")
         return value.to(like.device)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number or a one-element tensor, got {type(value).__name__}")
-    if not math.isfinite(value) or (positive and value <= 0):
-        raise ValueError(f"{name} must be finite{' and greater than 0' if positive else ''}, got {value}")
-    return torch.full((), value, device=like.device, dtype=accumulator_dtype(like.dtype))
+    dtype = accumulator_dtype(like.dtype)
+    largest = torch.finfo(dtype).max
+    number: Any = value  # an int may be larger than any float, so it is compared before it is converted
+    if not -largest <= number <= largest or (positive and number <= 0):
+        raise ValueError(f"{name} must be finite in {dtype}{' and greater than 0' if positive else ''}, got {value}")
+    return torch.full((), float(number), device=like.device, dtype=dtype)
 
 
 def check_ids(name: str, ids: Any, embeds: Tensor) -> Tensor | None:
@@ -123,22 +128,3 @@ def limits(absolute_margin: Any, relative_margin: Any, max_score: Any) -> Limits
         if name != "max_score" and value < 0:
             raise ValueError(f"{name} must be at least 0, got {value!r}")
     return Limits(**given)
-
-
-def check_bank(bank: Any, embeds: Tensor, ids: Tensor | None) -> None:
-    """A memory bank that fits the batch."""
-    if bank is None:
-        return
-    if not isinstance(bank, MemoryBank):
-        raise ValueError(f"bank must be a MemoryBank or None, got {type(bank).__name__}")
-    if len(bank) == 0:
-        return
-    if bank.dim != embeds.shape[1]:
-        raise ValueError(f"bank holds embeddings of dimension {bank.dim}, the batch has {embeds.shape[1]}")
-    check_alike("the embeddings in bank", bank.image_embeds, "image_embeds", embeds)
-    columns, bank_columns = (None if x is None else x.shape[1] for x in (ids, bank.ids))
-    if columns != bank_columns:
-        raise ValueError(
-            f"ids and the ids in bank must have the same number of columns (None without ids), got {columns} and "
-            f"{bank_columns}; push the bank's entries with ids of the same kind"
-        )

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_infcl.losses import checks
-from hf_infcl.losses.memory_bank import MemoryBank
+from hf_infcl.losses.memory_bank import MemoryBank, check_bank
 from hf_infcl.ring import Spec, softmax_loss
 
 _CITATION = """
@@ -82,7 +82,7 @@ def contrastive_loss(
     checks.check_label_smoothing(label_smoothing)
     scale = checks.scalar("logit_scale", logit_scale, image_embeds, positive=True)
     known = None if duplicates == "keep" else checks.check_ids("ids", ids, image_embeds)
-    checks.check_bank(bank, image_embeds, checks.check_ids("ids", ids, image_embeds))
+    check_bank(bank, image_embeds, checks.check_ids("ids", ids, image_embeds))
     filled = bank is not None and len(bank) > 0
     banks = (bank.image_embeds, bank.text_embeds, bank.ids) if filled and bank is not None else (None, None, None)
     spec = Spec(duplicates, float(label_smoothing), direction, block_size, group, backend, precision)

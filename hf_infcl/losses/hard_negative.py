@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_infcl.losses import checks
-from hf_infcl.losses.memory_bank import MemoryBank
+from hf_infcl.losses.memory_bank import MemoryBank, check_bank
 from hf_infcl.ring import HardNegativeCounts, HardNegativeSpec, World
 from hf_infcl.ring import hard_negative_loss as ring_hard_negative_loss
 
@@ -151,7 +151,7 @@ def hard_negative_loss(
     limits = checks.limits(absolute_margin, relative_margin, max_score)
     scale = checks.scalar("logit_scale", logit_scale, image_embeds, positive=True)
     known = checks.check_ids("ids", ids, image_embeds)
-    checks.check_bank(bank, image_embeds, known)
+    check_bank(bank, image_embeds, known)
     filled = bank is not None and len(bank) > 0
     if not torch.compiler.is_compiling() and World.of(group).is_alone:
         most = len(image_embeds) - 1 + (0 if bank is None else bank.size)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_infcl.losses import checks
 from hf_infcl.ring.layout import Layout
 
 
@@ -51,10 +52,8 @@ class MemoryBank(nn.Module):
         self._images: Tensor
         self._texts: Tensor
         self._ids: Tensor | None
-        options: dict[str, Any] = {"size": size, "dim": dim}
-        for name, value in options.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+        checks.check_count("size", size)
+        checks.check_count("dim", dim)
         self.size, self.dim, self.group = size, dim, group
         self.register_buffer("_images", torch.zeros(0, dim, dtype=dtype, device=device))
         self.register_buffer("_texts", torch.zeros(0, dim, dtype=dtype, device=device))
@@ -92,17 +91,21 @@ class MemoryBank(nn.Module):
         """Append (n, d) pairs, detached, in order; with more than ``size`` of them the last ones stay.
 
         Every process of the group has to call it, with as many pairs as it has.
+
+        Raises:
+            ValueError: the pairs or their ids do not fit; the bank is left as it was.
         """
+        checks.check_embeddings("image_embeds", image_embeds)
+        checks.check_embeddings("text_embeds", text_embeds)
         expected = (len(image_embeds), self.dim)
         for name, value in (("image_embeds", image_embeds), ("text_embeds", text_embeds)):
             if tuple(value.shape) != expected:
                 raise ValueError(f"{name} must have shape {expected}, got {tuple(value.shape)}")
-        if ids is not None:
-            ids = (ids[:, None] if ids.ndim == 1 else ids).to(torch.int64)
-            if len(ids) != len(image_embeds):
-                raise ValueError(f"ids must have one row for each of the {len(image_embeds)} pairs, got {len(ids)}")
+        ids = checks.check_ids("ids", ids, image_embeds)
         if len(self) and (ids is None) != (self._ids is None):
             raise ValueError("ids must come with every push or with none")
+        if ids is not None and self._ids is not None and ids.shape[1] != self._ids.shape[1]:
+            raise ValueError(f"ids must have {self._ids.shape[1]} columns as those in the bank, got {ids.shape[1]}")
         layout = Layout.of(self.group, len(image_embeds), 0, self._images.device, {"size of the bank": self.size})
         self._runs.append((self._pushed + layout.offset(layout.world.rank), len(image_embeds)))
         self._pushed += layout.rows
@@ -137,3 +140,26 @@ class MemoryBank(nn.Module):
         if (saved := state_dict.get(prefix + "_ids")) is not None:
             self._ids = torch.zeros_like(saved, device=self._images.device)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def check_bank(bank: Any, embeds: Tensor, ids: Tensor | None) -> None:
+    """A memory bank that fits the batch.
+
+    Raises:
+        ValueError: it is none, or its dimension, dtype, device or ids do not fit.
+    """
+    if bank is None:
+        return
+    if not isinstance(bank, MemoryBank):
+        raise ValueError(f"bank must be a MemoryBank or None, got {type(bank).__name__}")
+    if len(bank) == 0:
+        return
+    if bank.dim != embeds.shape[1]:
+        raise ValueError(f"bank holds embeddings of dimension {bank.dim}, the batch has {embeds.shape[1]}")
+    checks.check_alike("the embeddings in bank", bank.image_embeds, "image_embeds", embeds)
+    columns, bank_columns = (None if x is None else x.shape[1] for x in (ids, bank.ids))
+    if columns != bank_columns:
+        raise ValueError(
+            f"ids and the ids in bank must have the same number of columns (None without ids), got {columns} and "
+            f"{bank_columns}; push the bank's entries with ids of the same kind"
+        )

@@ -27,6 +27,7 @@ from hf_infcl.ops.topk import (
     probabilities,
     selected_statistics,
 )
+from hf_infcl.ring.derivatives import first_derivative_only
 from hf_infcl.ring.layout import Layout
 from hf_infcl.ring.rounds import Yield, around
 from hf_infcl.ring.shards import Shard, blocks
@@ -271,7 +272,7 @@ class _HardNegativeLoss(torch.autograd.Function):
         return loss, counts
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         images, texts, scale, ids, bank_images, bank_texts, bank_ids, *found = ctx.saved_tensors
         banks, needs = (bank_images, bank_texts, bank_ids), ctx.needs_input_grad[:3]

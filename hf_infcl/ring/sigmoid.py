@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_infcl.ops import Engine, Weights, chunks
+from hf_infcl.ring.derivatives import first_derivative_only
 from hf_infcl.ring.layout import Layout
 from hf_infcl.ring.rounds import Yield, around
 from hf_infcl.ring.shards import Block, Shard, blocks
@@ -102,7 +103,7 @@ class _SigmoidLoss(torch.autograd.Function):
             return sigmoid_forward(images, texts, scale, bias, ids, spec, layout)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         images, texts, scale, bias, ids = ctx.saved_tensors
         with torch.autocast(images.device.type, enabled=False):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_infcl.ops import Engine, Statistics, Weights, block_statistics
+from hf_infcl.ring.derivatives import first_derivative_only
 from hf_infcl.ring.layout import Layout
 from hf_infcl.ring.rounds import Yield, around
 from hf_infcl.ring.shards import Block, Shard, blocks
@@ -150,7 +151,7 @@ class _SoftmaxLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         images, texts, scale, ids, bank_images, bank_texts, bank_ids, rows, cols = ctx.saved_tensors
         banks = bank_images, bank_texts, bank_ids

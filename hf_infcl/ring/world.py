@@ -40,6 +40,8 @@ class World:
             if not (dist.is_available() and dist.is_initialized()):
                 return cls()
             group = dist.group.WORLD
+        if not isinstance(group, dist.ProcessGroup):
+            raise ValueError(f"group must be a process group, None or False, got {group!r}")
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if rank < 0:
             raise ValueError("group: this process is not a member of the process group given")

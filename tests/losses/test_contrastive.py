@@ -3,10 +3,11 @@
 import inspect
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
-from hf_infcl import ContrastiveLoss, MemoryBank, contrastive_loss
+from hf_infcl import ContrastiveLoss, MemoryBank, contrastive_loss, hard_negative_loss, sigmoid_loss
 from tests import oracles
 from tests.comparisons import KINDS, SCALES, compare
 
@@ -181,6 +182,25 @@ def test_module_equals_function_and_describes_itself():
     assert "2410.17243" in loss.citation
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x: contrastive_loss(x, x.detach(), 5.0),
+        lambda x: sigmoid_loss(x, x.detach(), 5.0, 0.0),
+        lambda x: hard_negative_loss(x, x.detach(), 5.0, k=2),
+    ],
+)
+def test_a_graph_of_the_gradient_is_refused(loss):
+    """Silently without effect would be worse: a penalty on the gradient would train nothing."""
+    x = torch.eye(4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.autograd.grad(loss(x), x, create_graph=True)
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert contrastive_loss(EMBEDS, EMBEDS, np.float32(3)) == contrastive_loss(EMBEDS, EMBEDS, 3)
+
+
 def test_signature_is_the_published_one():
     assert list(inspect.signature(contrastive_loss).parameters) == [
         "image_embeds", "text_embeds", "logit_scale", "ids", "duplicates", "bank", "direction", "label_smoothing",
@@ -201,9 +221,13 @@ EMBEDS = torch.eye(4)
         (dict(image_embeds=torch.ones(4, 4).int()), "image_embeds must be float32.*got torch.int32"),
         (dict(text_embeds=EMBEDS.half()), "text_embeds must have the dtype of image_embeds.*float16 and torch.float32"),
         (dict(text_embeds=EMBEDS.to("meta")), "text_embeds must be on the device of image_embeds.*meta and cpu"),
-        (dict(logit_scale=0.0), "logit_scale must be finite and greater than 0, got 0.0"),
-        (dict(logit_scale=float("inf")), "logit_scale must be finite and greater than 0, got inf"),
+        (dict(logit_scale=0.0), "logit_scale must be finite in torch.float32 and greater than 0, got 0.0"),
+        (dict(logit_scale=float("inf")), "logit_scale must be finite in torch.float32 and greater than 0, got inf"),
         (dict(logit_scale=float("nan")), "logit_scale must be finite"),
+        (dict(logit_scale=1e300), "logit_scale must be finite in torch.float32 and greater than 0, got 1e.300"),
+        (dict(logit_scale=10**400), "logit_scale must be finite in torch.float32"),
+        (dict(image_embeds=EMBEDS.to_sparse()), "image_embeds must be a dense tensor, got layout torch.sparse_coo"),
+        (dict(group="ranks"), "group must be a process group, None or False, got 'ranks'"),
         (dict(logit_scale="100"), "logit_scale must be a number or a one-element tensor, got str"),
         (dict(logit_scale=torch.ones(2)), r"logit_scale must be a number or a one-element tensor, got shape \(2,\)"),
         (dict(ids=torch.arange(3)), r"ids must have shape \(n,\) or \(n, m\) with n = 4, got \(3,\)"),

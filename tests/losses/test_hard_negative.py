@@ -239,7 +239,7 @@ def test_signature_is_the_published_one():
         (dict(k=0), "k must be an integer >= 1, got 0"),
         (dict(k=2.0), "k must be an integer >= 1, got 2.0"),
         (dict(image_embeds=torch.ones(4)), r"image_embeds must have shape .*got \(4,\)"),
-        (dict(logit_scale=0.0), "logit_scale must be finite and greater than 0, got 0.0"),
+        (dict(logit_scale=0.0), "logit_scale must be finite in torch.float32 and greater than 0, got 0.0"),
         (dict(bank=3), "bank must be a MemoryBank or None, got int"),
         (dict(direction="images"), "direction must be one of"),
         (dict(absolute_margin=-0.1), "absolute_margin must be at least 0, got -0.1"),

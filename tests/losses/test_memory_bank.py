@@ -44,3 +44,22 @@ def test_bad_input_is_named():
     bank.push(torch.ones(3, 2), torch.ones(3, 2))
     with pytest.raises(ValueError, match="ids must come with every push or with none"):
         bank.push(torch.ones(3, 2), torch.ones(3, 2), ids=torch.arange(3))
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.tensor([0.2, 0.4, 0.9]), "ids must be integers, got torch.float32"),
+        (torch.tensor([True, False, True]), "ids must be integers, got torch.bool"),
+        ([0, 1, 2], "ids must be an integer tensor"),
+        (torch.zeros(3, 2, dtype=torch.long), "ids must have 1 columns as those in the bank, got 2"),
+    ],
+)
+def test_a_push_that_does_not_fit_leaves_the_bank_as_it_was(ids, message):
+    bank = MemoryBank(5, 4)
+    bank.push(torch.ones(3, 4), torch.ones(3, 4), torch.arange(3))
+    with pytest.raises(ValueError, match=message):
+        bank.push(torch.zeros(3, 4), torch.zeros(3, 4), ids)
+    assert len(bank) == len(bank.text_embeds) == len(bank.ids) == bank.filled == 3
+    with pytest.raises(ValueError, match=r"image_embeds must be float32.*got torch.int64"):
+        bank.push(torch.zeros(3, 4).long(), torch.zeros(3, 4), torch.arange(3))

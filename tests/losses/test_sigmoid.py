@@ -60,5 +60,5 @@ def test_module_equals_function_and_needs_a_bias():
     assert loss(x, y, 5.0, -1.0) == sigmoid_loss(x, y, 5.0, -1.0, **loss.get_config_dict())
     with pytest.raises(ValueError, match="logit_bias must be given"):
         loss(x, y, 5.0)
-    with pytest.raises(ValueError, match="logit_bias must be finite, got inf"):
+    with pytest.raises(ValueError, match="logit_bias must be finite in torch.float64, got inf"):
         sigmoid_loss(x, y, 5.0, float("inf"))
