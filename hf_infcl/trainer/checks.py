@@ -1,6 +1,7 @@
 """What is refused before the first step, with what came, what was expected and what to do about it."""
 
 import difflib
+import os
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any
@@ -116,6 +117,30 @@ def check_temperature(model: nn.Module, loss_type: str | None) -> None:
         raise ValueError(f"{name} has no logit_scale parameter")
     if loss_type == "sigmoid" and logit_bias_parameter(model) is None:
         raise ValueError(f"loss_type='sigmoid' needs a logit_bias, which {name} lacks; use loss_type='contrastive'")
+
+
+def check_kinds(train_dataset: Any, eval_dataset: Any, loss: Any) -> None:
+    """That data sets are data sets, not names or dictionaries of splits, and that the loss is a module."""
+    if isinstance(train_dataset, dict):
+        first = "train" if "train" in train_dataset else next(iter(train_dataset), "train")
+        raise ValueError(
+            f"train_dataset is a {type(train_dataset).__name__} of {listed(map(str, train_dataset)) or 'nothing'}; "
+            f"pass one of its data sets, such as train_dataset[{first!r}]"
+        )
+    evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+    for name, split, datasets in (("train_dataset", "train", [train_dataset]), ("eval_dataset", "test", evaluated)):
+        for dataset in datasets:
+            if isinstance(dataset, str | os.PathLike):
+                text = os.fspath(dataset)
+                raise ValueError(
+                    f"{name} is the name {text!r}; load it: "
+                    f"hf_infcl.data.load_image_text_dataset({text!r}, split={split!r})"
+                )
+    if loss is not None and not isinstance(loss, nn.Module):
+        kind = f"the class {loss.__name__}" if isinstance(loss, type) else f"a {type(loss).__name__}"
+        raise ValueError(
+            f"loss is {kind}; pass an instance of a module with ContrastiveLoss's forward, or name one by loss_type"
+        )
 
 
 def check_train_dataset(args: InfCLConfig, dataset: Any, least_rows: int) -> None:

@@ -119,6 +119,7 @@ class InfCLTrainer(SavingTrainer, EvaluatingTrainer):
                 raise ValueError(f"{name} is not supported: {instead}")
         args = InfCLConfig("tmp_trainer") if args is None else args
         checks.check_arguments(args)
+        checks.check_kinds(train_dataset, eval_dataset, loss)
         # Before an adapter is made: its weights are drawn.
         enable_full_determinism(args.seed) if args.full_determinism else set_seed(args.seed)
         name_or_path = model if isinstance(model, str) else None

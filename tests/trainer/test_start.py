@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from peft import LoraConfig
 from torch import nn
 from transformers import TrainingArguments
@@ -220,6 +220,27 @@ def test_a_float16_checkpoint_is_loaded_to_be_trained(tmp_path):
     run = InfCLTrainer(folder, config(tmp_path), train_dataset=sample_dataset("drawing", size=8))
     assert run.model.dtype == torch.float32
     run.train()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"train_dataset": DatasetDict(train=Dataset.from_dict({"a": [1]}), test=Dataset.from_dict({"a": [1]}))},
+            r"train_dataset is a DatasetDict of train, test; .* such as train_dataset\['train'\]",
+        ),
+        ({"train_dataset": {"all": Rows(8)}}, r"train_dataset is a dict of all; .*train_dataset\['all'\]"),
+        ({"train_dataset": "some/data"}, r"train_dataset is the name 'some/data'; load it: .*load_image_text_dataset"),
+        ({"eval_dataset": "some/data"}, "eval_dataset is the name 'some/data'; load it: .*split='test'"),
+        ({"eval_dataset": {"a": Path("some/data")}}, "eval_dataset is the name 'some/data'"),
+        ({"loss": ContrastiveLoss}, "loss is the class ContrastiveLoss; pass an instance of a module"),
+        ({"loss": lambda *_: 0}, "loss is a function; pass an instance of a module .*loss_type"),
+        ({"loss": "contrastive"}, "loss is a str; pass an instance"),
+    ],
+)
+def test_what_is_no_data_set_and_no_loss_is_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, **options)
 
 
 # ---- Freezing ----
