@@ -40,9 +40,10 @@ class World:
             if not (dist.is_available() and dist.is_initialized()):
                 return cls()
             group = dist.group.WORLD
-        if not isinstance(group, dist.ProcessGroup):
+        is_member = group is not dist.GroupMember.NON_GROUP_MEMBER
+        if is_member and not isinstance(group, dist.ProcessGroup):
             raise ValueError(f"group must be a process group, None or False, got {group!r}")
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        rank, size = (dist.get_rank(group), dist.get_world_size(group)) if is_member else (-1, 0)
         if rank < 0:
             raise ValueError("group: this process is not a member of the process group given")
         return cls() if size == 1 else cls(group, rank, size)
