@@ -24,17 +24,35 @@ class EmbeddedPairs(NamedTuple):
     ids: "Tensor"
 
 
-def embed_pairs(args: Any, *, split: str, max_samples: int | None) -> EmbeddedPairs:
-    """Embeds every pair of a split, several captions of a picture included.
+class ModelAndPairs(NamedTuple):
+    """A model on the device, and the data set it is to embed.
+
+    Attributes:
+        model: the dual encoder.
+        pairs: the data set, with a row for each caption.
+        loader: its batches.
+        device: of the model.
+    """
+
+    model: Any
+    pairs: "ImageTextDataset"
+    loader: Any
+    device: Any
+
+
+def load_pairs(args: Any, *, split: str, max_samples: int | None) -> ModelAndPairs:
+    """Loads model and data: what can go wrong here is the command line's.
 
     Args:
         args: the fields that `EvaluateArguments` and `MineArguments` share.
         split: of the data set.
-        max_samples: embed the first so many rows only; None: all.
+        max_samples: take the first so many rows only; None: all.
+
+    Raises:
+        ValueError, OSError: model or data are not there, or cannot be used.
     """
     import torch
     from torch.utils.data import DataLoader
-    from tqdm.auto import tqdm
 
     from hf_infcl import load_dual_encoder
     from hf_infcl.data import ImageTextCollator, ImageTextDataset, load_image_text_dataset
@@ -63,6 +81,20 @@ def embed_pairs(args: Any, *, split: str, max_samples: int | None) -> EmbeddedPa
         num_workers=args.dataloader_num_workers,
         collate_fn=ImageTextCollator(processor, family_of(model).text_padding(model, processor)),
     )
+    return ModelAndPairs(model, pairs, loader, device)
+
+
+def embed_pairs(args: Any, *, split: str, max_samples: int | None) -> EmbeddedPairs:
+    """`embed` of what `load_pairs` loads."""
+    return embed(load_pairs(args, split=split, max_samples=max_samples))
+
+
+def embed(loaded: ModelAndPairs) -> EmbeddedPairs:
+    """Embeds every pair, several captions of a picture included."""
+    import torch
+    from tqdm.auto import tqdm
+
+    model, pairs, loader, device = loaded
     images, texts, ids = [], [], []
     with torch.inference_mode():
         for batch in tqdm(loader, desc="embedding", unit="batch"):

@@ -1,10 +1,13 @@
 """`hf-infcl evaluate`: retrieval metrics of a model or an adapter on a data set."""
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hf_infcl.cli.embedding import ModelAndPairs
 
 
 @dataclass
@@ -65,10 +68,16 @@ def main(args: EvaluateArguments) -> dict[str, float]:
     Returns:
         The dictionary of `retrieval_metrics`.
     """
-    from hf_infcl.cli.embedding import embed_pairs
+    from hf_infcl.cli.embedding import load_pairs
+
+    return _measure(args, load_pairs(args, split=args.dataset_test_split, max_samples=args.max_eval_samples))
+
+
+def _measure(args: EvaluateArguments, loaded: "ModelAndPairs") -> dict[str, float]:
+    from hf_infcl.cli.embedding import embed
     from hf_infcl.evaluation import dataset_retrieval_metrics
 
-    embedded = embed_pairs(args, split=args.dataset_test_split, max_samples=args.max_eval_samples)
+    embedded = embed(loaded)
     return dataset_retrieval_metrics(embedded.image_embeds, embedded.text_embeds, embedded.ids, ks=args.ks)
 
 
@@ -76,17 +85,19 @@ def run(args: Sequence[str] | None = None, prog: str = "hf-infcl evaluate") -> i
     """Parses a command line, measures, prints a table and writes the metrics where asked to.
 
     Returns:
-        The exit status: 2 where the command line cannot be followed, else 0.
+        The exit status: 2 where command line, model or data cannot be used, else 0.
     """
-    from hf_infcl.cli.parser import RecipeError, RecipeParser
+    from hf_infcl.cli.embedding import load_pairs
+    from hf_infcl.cli.errors import report_error
+    from hf_infcl.cli.parser import RecipeParser
     from hf_infcl.cli.tables import print_metrics
 
     try:
         (parsed,) = RecipeParser([EvaluateArguments], prog=prog).parse(args)
-    except RecipeError as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        return 2
-    metrics = main(parsed)
+        loaded = load_pairs(parsed, split=parsed.dataset_test_split, max_samples=parsed.max_eval_samples)
+    except (ValueError, OSError) as error:
+        return report_error(prog, error)
+    metrics = _measure(parsed, loaded)
     print_metrics({parsed.adapter or parsed.model_name_or_path: metrics})
     if parsed.output_file is not None:
         Path(parsed.output_file).write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")

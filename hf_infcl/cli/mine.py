@@ -1,10 +1,12 @@
 """`hf-infcl mine`: the hard negatives of a data set, by a model or an adapter, as a data set of their own."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_infcl.cli.embedding import ModelAndPairs
 
 
 @dataclass
@@ -94,11 +96,17 @@ def main(args: MineArguments) -> dict[str, dict[str, float]]:
     Returns:
         By direction, the report of `mine_hard_negatives`.
     """
-    from hf_infcl.cli.embedding import embed_pairs
+    from hf_infcl.cli.embedding import load_pairs
+
+    return _mine(args, load_pairs(args, split=args.dataset_train_split, max_samples=args.max_train_samples))
+
+
+def _mine(args: MineArguments, loaded: "ModelAndPairs") -> dict[str, dict[str, float]]:
+    from hf_infcl.cli.embedding import embed
     from hf_infcl.evaluation import mine_hard_negatives
     from hf_infcl.evaluation.mining_output import directions_of, write_dataset, write_description, write_page
 
-    embedded = embed_pairs(args, split=args.dataset_train_split, max_samples=args.max_train_samples)
+    embedded = embed(loaded)
     mined = {
         direction: mine_hard_negatives(
             embedded.image_embeds,
@@ -125,9 +133,11 @@ def run(args: Sequence[str] | None = None, prog: str = "hf-infcl mine") -> int:
     """Parses a command line, mines, and prints a table of what was found.
 
     Returns:
-        The exit status: 2 where the command line cannot be followed, else 0.
+        The exit status: 2 where command line, model or data cannot be used, else 0.
     """
-    from hf_infcl.cli.parser import RecipeError, RecipeParser
+    from hf_infcl.cli.embedding import load_pairs
+    from hf_infcl.cli.errors import report_error
+    from hf_infcl.cli.parser import RecipeParser
     from hf_infcl.evaluation.mining import check_mining_options
     from hf_infcl.evaluation.mining_output import directions_of
 
@@ -135,10 +145,10 @@ def run(args: Sequence[str] | None = None, prog: str = "hf-infcl mine") -> int:
         (parsed,) = RecipeParser([MineArguments], prog=prog).parse(args)
         for direction in directions_of(parsed.direction):
             check_mining_options(direction, **_options(parsed))
-    except (RecipeError, ValueError) as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        return 2
-    for direction, report in main(parsed).items():
+        loaded = load_pairs(parsed, split=parsed.dataset_train_split, max_samples=parsed.max_train_samples)
+    except (ValueError, OSError) as error:
+        return report_error(prog, error)
+    for direction, report in _mine(parsed, loaded).items():
         found = f"{report['pairs_with_negatives']} of {report['pairs']} pairs, {report['candidates']} candidates"
         scores = f"{report['mean_hardest_score']:.3f} against {report['mean_positive_score']:.3f} of the positive"
         print(f"{direction.replace('_', ' ')}: {found}; mean score of the hardest {scores}")

@@ -1,14 +1,13 @@
 """`hf-infcl train`, which is also what `accelerate launch recipes/finetune_clip.py` runs."""
 
 import logging
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_infcl.cli.arguments import ModelArguments, ScriptArguments
     from hf_infcl.cli.parser import RecipeParser
-    from hf_infcl.trainer import InfCLConfig
+    from hf_infcl.trainer import InfCLConfig, InfCLTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +34,26 @@ def main(
     Returns:
         The metrics of the final evaluation; empty without an evaluation split.
     """
+    return fine_tune(*build(script_args, training_args, model_args), script_args, model_args)
+
+
+def build(
+    script_args: "ScriptArguments", training_args: "InfCLConfig", model_args: "ModelArguments"
+) -> tuple["InfCLTrainer", str | None]:
+    """Data, model and trainer of a recipe: what can go wrong here is the recipe's.
+
+    Args:
+        script_args, training_args, model_args: see `main`.
+
+    Returns:
+        The trainer, and the checkpoint to resume from.
+
+    Raises:
+        ValueError, OSError: data, model or checkpoint are not there, or do not go together.
+    """
     from transformers import set_seed
 
     from hf_infcl.cli.building import load_datasets, lora_config, model_init_kwargs
-    from hf_infcl.hub import write_run
     from hf_infcl.trainer import InfCLTrainer
 
     set_seed(training_args.seed)
@@ -51,9 +66,27 @@ def main(
         eval_dataset=eval_dataset,
         peft_config=lora_config(model_args),
     )
-    before = trainer.evaluate() if eval_dataset is not None and script_args.evaluate_base else {}
-    trainer.train(resume_from_checkpoint=_checkpoint(training_args.resume_from_checkpoint))
-    after = trainer.evaluate() if eval_dataset is not None else {}
+    return trainer, trainer.find_checkpoint(_checkpoint(training_args.resume_from_checkpoint))
+
+
+def fine_tune(
+    trainer: "InfCLTrainer", checkpoint: str | None, script_args: "ScriptArguments", model_args: "ModelArguments"
+) -> dict[str, float]:
+    """Trains, evaluates before and afterwards, and writes the result.
+
+    Args:
+        trainer, checkpoint: what `build` returns.
+        script_args, model_args: see `main`.
+
+    Returns:
+        As `main`.
+    """
+    from hf_infcl.hub import write_run
+
+    evaluates = trainer.eval_dataset is not None
+    before = trainer.evaluate() if evaluates and script_args.evaluate_base else {}
+    trainer.train(resume_from_checkpoint=checkpoint)
+    after = trainer.evaluate() if evaluates else {}
 
     trainer.save_model()
     trainer.save_state()
@@ -67,7 +100,7 @@ def main(
             dataset=script_args.dataset_name,
             dataset_revision=script_args.dataset_revision,
         )
-    if training_args.push_to_hub:
+    if trainer.args.push_to_hub:
         trainer.push_to_hub()
     return after
 
@@ -81,14 +114,15 @@ def run(args: Sequence[str] | None = None, prog: str = "hf-infcl train") -> int:
     """Parses a command line and trains.
 
     Returns:
-        The exit status: 2 where the command line or the recipe cannot be followed, else 0.
+        The exit status: 2 where command line, recipe, data or model cannot be followed, else 0. What fails once the
+        training runs keeps its traceback.
     """
-    from hf_infcl.cli.parser import RecipeError
+    from hf_infcl.cli.errors import report_error
 
     try:
-        parsed = make_parser(prog).parse(args)
-    except RecipeError as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        return 2
-    main(*parsed)
+        script_args, training_args, model_args = make_parser(prog).parse(args)
+        trainer, checkpoint = build(script_args, training_args, model_args)
+    except (ValueError, OSError) as error:
+        return report_error(prog, error)
+    fine_tune(trainer, checkpoint, script_args, model_args)
     return 0

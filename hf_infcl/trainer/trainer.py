@@ -278,6 +278,30 @@ class InfCLTrainer(SavingTrainer, EvaluatingTrainer):
 
     # ---- Training ----
 
+    def find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
+        """The checkpoint that `train` would resume from, checked.
+
+        Args:
+            resume_from_checkpoint: a folder, True for the newest of `output_dir`, or nothing.
+
+        Returns:
+            Its folder, or None to begin anew.
+
+        Raises:
+            ValueError: there is none, or it does not belong to this run.
+        """
+        if not resume_from_checkpoint:
+            return None
+        path = resume_from_checkpoint
+        if isinstance(path, bool):
+            path = get_last_checkpoint(self.args.output_dir)
+            if path is None:
+                raise ValueError(f"there is no checkpoint in output_dir={self.args.output_dir!r} to resume from")
+        # Each process has files of its own; without this the others would wait for one that lacks its own.
+        with checks.failing_together():
+            check_checkpoint(str(path), self.model, self.args, needs_bank=self.args.memory_bank_size > 0)
+        return str(path)
+
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
@@ -285,15 +309,7 @@ class InfCLTrainer(SavingTrainer, EvaluatingTrainer):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """As `transformers.Trainer.train`; a checkpoint that does not belong to this run is refused first."""
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
-            if resume_from_checkpoint is None:
-                raise ValueError(f"there is no checkpoint in output_dir={self.args.output_dir!r} to resume from")
-        if resume_from_checkpoint:
-            needs_bank = self.args.memory_bank_size > 0
-            # Each process has files of its own; without this the others would wait for one that lacks its own.
-            with checks.failing_together():
-                check_checkpoint(str(resume_from_checkpoint), self.model, self.args, needs_bank=needs_bank)
+        resume_from_checkpoint = self.find_checkpoint(resume_from_checkpoint)
         self._said_dropped = self._said_repeats = False
         self._card_is_current = False
         self._set_memory_bank(None)
