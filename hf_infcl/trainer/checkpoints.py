@@ -1,21 +1,21 @@
 """Checkpoints: whether one belongs to this run, and the state that transformers does not save."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import get_peft_model_state_dict
-from safetensors import safe_open
 from torch import nn
 from transformers import TrainingArguments
 
 from hf_infcl.hub import find_peft_model
+from hf_infcl.hub.weights import Shapes, find_misfits, tensor_shapes
 from hf_infcl.losses import MemoryBank
 
 _ADAPTER, _MODEL, _INDEX = "adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json"
 _TEMPERATURE = ("base_model.model.logit_scale", "base_model.model.logit_bias")
-_SHOWN = 3
 
 
 def check_checkpoint(path: str | Path, model: nn.Module, args: TrainingArguments, *, needs_bank: bool) -> None:
@@ -50,7 +50,6 @@ def check_checkpoint(path: str | Path, model: nn.Module, args: TrainingArguments
 
 def _check_weights(folder: Path, model: nn.Module) -> None:
     peft_model = find_peft_model(model)
-    wanted: dict[str, tuple[int, ...]]
     if peft_model is not None:
         files = [folder / _ADAPTER]
         state = get_peft_model_state_dict(peft_model, save_embedding_layers=False)
@@ -60,29 +59,31 @@ def _check_weights(folder: Path, model: nn.Module) -> None:
             shards = json.loads((folder / _INDEX).read_text())["weight_map"].values()
             files = [folder / name for name in sorted(set(shards))]
         state = model.state_dict()
-    wanted = {name: tuple(value.shape) for name, value in state.items()}
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         kind = "an adapter" if peft_model is not None else "a whole model"
         raise ValueError(f"the checkpoint {str(folder)!r} lacks {', '.join(absent)}: this run trains {kind}")
-    found: dict[str, tuple[int, ...]] = {}
+    found: Shapes = {}
     for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    # Of tensors that share their memory one stands for all in the file.
-    shared = {value.data_ptr() for name, value in state.items() if name in found}
-    lacking = [name for name in wanted if name not in found and state[name].data_ptr() not in shared]
-    surplus = [name for name in found if name not in wanted and name not in _TEMPERATURE]
-    other = [name for name in wanted if name in found and found[name] != wanted[name]]
-    problems = []
-    for what, names in (("lacks", lacking), ("has besides", surplus)):
-        if names:
-            problems.append(f"it {what} {len(names)} tensors ({', '.join(names[:_SHOWN])})")
-    if other:
-        name = other[0]
-        problems.append(f"{len(other)} tensors have another shape ({name}: {found[name]} instead of {wanted[name]})")
-    if problems:
-        raise ValueError(f"the checkpoint {str(folder)!r} is of another model: {'; '.join(problems)}")
+        found |= tensor_shapes(file)
+    temperature = {name: value for name, value in model.state_dict().items() if name.endswith(_TEMPERATURE)}
+    misfits = find_misfits(found, state, temperature)
+    if misfits:
+        raise ValueError(f"the checkpoint {str(folder)!r} is of another model: {misfits}")
+
+
+def stream_position(folder: str | Path) -> tuple[int, int]:
+    """Where in a data set without a length a run stood when it saved a checkpoint.
+
+    transformers takes an epoch of such a set to be `max_steps` long and so looks for the position in the first pass.
+    What it saves as `epoch` tells it: the number of the pass, and the steps taken in it as a share of `max_steps`.
+
+    Returns:
+        Whole passes before it, and the optimizer steps of the pass it was in (at least one).
+    """
+    state = json.loads(Path(folder, "trainer_state.json").read_text())
+    passes = max(0, math.ceil(state["epoch"]) - 1)
+    return passes, round((state["epoch"] - passes) * state["max_steps"])
 
 
 def bank_file(args: TrainingArguments) -> str:

@@ -27,7 +27,7 @@ from hf_infcl.models import (
 from hf_infcl.trainer import checks, objective
 from hf_infcl.trainer.accumulation import ContrastiveStep
 from hf_infcl.trainer.callbacks import FillMemoryBank, LogitScaleCap, StepClock
-from hf_infcl.trainer.checkpoints import check_checkpoint, load_bank, save_bank
+from hf_infcl.trainer.checkpoints import check_checkpoint, load_bank, save_bank, stream_position
 from hf_infcl.trainer.config import InfCLConfig
 from hf_infcl.trainer.evaluation import EvaluatingTrainer, as_function, embedder
 from hf_infcl.trainer.loaders import WholeGroups, as_pairs, eval_loader, train_loader
@@ -314,6 +314,22 @@ class InfCLTrainer(SavingTrainer, EvaluatingTrainer):
         self._card_is_current = False
         self._set_memory_bank(None)
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        epoch, batches = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        if resume_from_checkpoint is not None and not has_length(self.train_dataset):
+            epoch, steps = stream_position(resume_from_checkpoint)
+            batches = 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
+        return epoch, batches
 
     def _inner_training_loop(
         self,

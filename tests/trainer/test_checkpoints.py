@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from torch.utils.data import IterableDataset
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from hf_infcl import InfCLTrainer, load_dual_encoder
@@ -75,12 +76,46 @@ class Changing(Rows):
         return self.rows[(index + self.epoch) % len(self)]
 
 
+class ChangingStream(IterableDataset):
+    """The same as a stream, which has no length."""
+
+    def __init__(self, n):
+        self._rows = Changing(n)
+
+    def set_epoch(self, epoch):
+        self._rows.set_epoch(epoch)
+
+    def __iter__(self):
+        return (self._rows[i] for i in range(len(self._rows)))
+
+
 @pytest.mark.parametrize("step", [3, 5, 6])
 def test_what_changes_with_the_epoch_is_resumed_in_its_epoch(tmp_path, step):
     ends = []
     for checkpoint in (None, step):
         run = trainer(tmp_path, train_dataset=Changing(16), max_steps=9, save_strategy="steps", save_steps=1)
         run.train(checkpoint and str(tmp_path / f"checkpoint-{checkpoint}"))
+        ends.append(parameters(run.model))
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 6, 7])
+def test_a_stream_is_resumed_in_the_pass_it_was_in(tmp_path, step):
+    """13 rows, of which each pass gives three steps of two micro-batches of two; the last row is left out."""
+    ends = []
+    for checkpoint in (None, step):
+        run = trainer(
+            tmp_path,
+            dropout_clip(),
+            train_dataset=ChangingStream(13),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_steps=8,
+            save_strategy="steps",
+            save_steps=1,
+        )
+        run.train(checkpoint and str(tmp_path / f"checkpoint-{checkpoint}"))
+        assert run.state.global_step == 8
         ends.append(parameters(run.model))
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
