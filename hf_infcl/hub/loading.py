@@ -5,12 +5,13 @@ from os import PathLike
 from typing import Any
 
 import torch
-from peft import PeftConfig
+from peft import PeftConfig, get_peft_model_state_dict
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoProcessor
 from transformers.utils import cached_file
 
 from hf_infcl.hub.adapters import CONFIG_NAME, WEIGHTS_NAME, DualEncoderPeftModel, check_adapter_name
+from hf_infcl.hub.weights import Shapes, find_misfits, tensor_shapes
 from hf_infcl.models import family_of, prepare_dual_encoder
 
 Location = str | PathLike[str]
@@ -41,7 +42,8 @@ def load_dual_encoder(
         `image_embeds` and `text_embeds` of shape (n, D) and length 1; it normalises uint8 `pixel_values` itself.
 
     Raises:
-        ValueError: for a family that is not supported, an adapter without a base, weights that are not safetensors.
+        ValueError: for a family that is not supported, an adapter without a base or of another one, weights that are
+            damaged or not safetensors.
         OSError: for what cannot be found.
 
     Example:
@@ -56,22 +58,23 @@ def load_dual_encoder(
     if not adapters and _find(base, CONFIG_NAME, revision) is not None:
         adapters, adapter_revision = {"default": base}, revision
         base, base_revision = _base_of(adapters["default"], revision)
+    shapes = {}
     for name, location in adapters.items():
         check_adapter_name(name)
-        _check_adapter(location, adapter_revision)
+        shapes[name] = _check_adapter(location, adapter_revision)
 
     model = _load_base(base, base_revision, dtype, device_map, adapters)
-    first = next(iter(adapters.values()), None)
-    processor = _load_processor(first, adapter_revision) or _load_processor(base, base_revision)
-    if processor is None:
-        raise OSError(
-            f"no processor (processor_config.json or preprocessor_config.json) in {first or base!r} or its base"
-        )
+    # Before the processor, which of an adapter of another family would not fit either.
+    for name, location in adapters.items():
+        try:
+            model = _add_adapter(model, name, location, adapter_revision)
+        except ValueError as error:  # not one of the adapter's layers is there
+            raise ValueError(f"the adapter {location!r} does not belong to the base {base!r}: {error}") from error
+        _check_fit(model, name, location, base, shapes[name])
+    processor = _choose_processor(next(iter(adapters.values()), None), adapter_revision, base, base_revision)
     prepare_dual_encoder(model, processor)
-    if adapters:
-        model = _with_adapters(model, adapters, adapter_revision)
-        if merge:
-            model = model.merge_and_unload()  # type: ignore[operator]
+    if adapters and merge:
+        model = model.merge_and_unload()  # type: ignore[operator]
     return model.eval(), processor
 
 
@@ -97,11 +100,13 @@ def _base_of(adapter: str, revision: str | None) -> tuple[str, str | None]:
     return config.base_model_name_or_path, config.revision
 
 
-def _check_adapter(adapter: str, revision: str | None) -> None:
+def _check_adapter(adapter: str, revision: str | None) -> Shapes:
     if _find(adapter, CONFIG_NAME, revision) is None:
         raise OSError(f"no adapter in {adapter!r}: {CONFIG_NAME} is not there or cannot be reached")
-    if _find(adapter, WEIGHTS_NAME, revision) is None:
+    weights = _find(adapter, WEIGHTS_NAME, revision)
+    if weights is None:
         raise ValueError(f"the adapter {adapter!r} has no {WEIGHTS_NAME}; other formats are not loaded")
+    return tensor_shapes(weights)
 
 
 def _load_base(base: str, revision: str | None, dtype: Any, device_map: Any, adapters: dict[str, str]) -> nn.Module:
@@ -132,16 +137,45 @@ def _load_processor(location: str | None, revision: str | None) -> Any:
     return AutoProcessor.from_pretrained(location, revision=revision, trust_remote_code=False)
 
 
-def _with_adapters(model: nn.Module, adapters: dict[str, str], revision: str | None) -> nn.Module:
-    wrapped: Any = None
-    for name, location in adapters.items():
-        if wrapped is not None:
-            wrapped.load_adapter(location, name, revision=revision)
-            continue
-        config = PeftConfig.from_pretrained(location, revision=revision)
-        # With a task, PEFT would wrap the model in a class that calls it as a language model.
-        config.task_type = None
-        wrapped = DualEncoderPeftModel.from_pretrained(
-            model, location, adapter_name=name, config=config, revision=revision
+def _choose_processor(adapter: str | None, adapter_revision: str | None, base: str, revision: str | None) -> Any:
+    """Returns the adapter's own processor, or else the base's."""
+    of_adapter, of_base = _load_processor(adapter, adapter_revision), _load_processor(base, revision)
+    if of_adapter is None and of_base is None:
+        raise OSError(
+            f"no processor (processor_config.json or preprocessor_config.json) in {adapter or base!r} or its base"
         )
-    return wrapped
+    if of_adapter is not None and of_base is not None:
+        kinds = type(of_adapter).__name__, type(of_base).__name__
+        vocabularies = _vocabulary(of_adapter), _vocabulary(of_base)
+        if kinds[0] != kinds[1] or vocabularies[0] != vocabularies[1]:
+            raise ValueError(
+                f"the adapter {adapter!r} does not belong to the base {base!r}: it comes with another processor or "
+                f"vocabulary ({kinds[0]} of {len(vocabularies[0])} tokens, the base's is a {kinds[1]} of "
+                f"{len(vocabularies[1])})"
+            )
+    return of_base if of_adapter is None else of_adapter
+
+
+def _vocabulary(processor: Any) -> dict[str, int]:
+    tokenizer = getattr(processor, "tokenizer", processor)
+    return tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+
+
+def _add_adapter(model: Any, name: str, adapter: str, revision: str | None) -> nn.Module:
+    # What does not fit is named all at once afterwards (_check_fit); PEFT would go on with random weights for the rest.
+    options: dict[str, Any] = {"revision": revision, "ignore_mismatched_sizes": True}
+    if isinstance(model, DualEncoderPeftModel):
+        model.load_adapter(adapter, name, **options)
+        return model
+    config = PeftConfig.from_pretrained(adapter, revision=revision)
+    # With a task, PEFT would wrap the model in a class that calls it as a language model.
+    config.task_type = None
+    return DualEncoderPeftModel.from_pretrained(model, adapter, adapter_name=name, config=config, **options)
+
+
+def _check_fit(model: Any, name: str, adapter: str, base: str, found: Shapes) -> None:
+    wanted = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    # Of the base's own weights an adapter may bring new values: the temperature, PEFT's copies of embeddings.
+    misfits = find_misfits(found, wanted, model.state_dict())
+    if misfits:
+        raise ValueError(f"the adapter {adapter!r} does not belong to the base {base!r}: {misfits}")

@@ -1,6 +1,7 @@
 """Checkpoints: whether one belongs to this run, and the state that transformers does not save."""
 
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,18 @@ from transformers import TrainingArguments
 from hf_infcl.hub import find_peft_model
 from hf_infcl.hub.weights import Shapes, find_misfits, tensor_shapes
 from hf_infcl.losses import MemoryBank
+from hf_infcl.trainer.config import InfCLConfig
 
 _ADAPTER, _MODEL, _INDEX = "adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json"
 _TEMPERATURE = ("base_model.model.logit_scale", "base_model.model.logit_bias")
+_OPTIONS = "contrastive_options.json"
+# What an adapter's configuration adds to its tensors.
+_ADAPTER_FORMULA = ("lora_alpha", "alpha_pattern", "rank_pattern", "use_rslora", "use_dora", "fan_in_fan_out")
+
+logger = logging.getLogger(__name__)
 
 
-def check_checkpoint(path: str | Path, model: nn.Module, args: TrainingArguments, *, needs_bank: bool) -> None:
+def check_checkpoint(path: str | Path, model: nn.Module, args: InfCLConfig, *, needs_bank: bool) -> None:
     """Refuses to resume from a folder that lacks a file or holds another model, before anything is loaded.
 
     Args:
@@ -46,6 +53,54 @@ def check_checkpoint(path: str | Path, model: nn.Module, args: TrainingArguments
             "(save_only_model=True writes checkpoints that can be loaded, but not resumed from)"
         )
     _check_weights(folder, model)
+    _check_adapter_config(folder, model)
+    _check_options(folder, args)
+
+
+def _check_adapter_config(folder: Path, model: nn.Module) -> None:
+    """That the adapter's tensors mean what they meant: a scale or a formula is no part of them."""
+    peft_model, file = find_peft_model(model), folder / "adapter_config.json"
+    if peft_model is None or not file.is_file():
+        return
+    saved, config = json.loads(file.read_text()), peft_model.active_peft_config
+    for name in _ADAPTER_FORMULA:
+        now = getattr(config, name, None)
+        if name in saved and saved[name] != now:
+            raise ValueError(
+                f"the checkpoint {str(folder)!r} has an adapter with {name}={saved[name]!r}, this run {now!r}: the "
+                "same weights would mean another model"
+            )
+
+
+def _check_options(folder: Path, args: InfCLConfig) -> None:
+    file = folder / _OPTIONS
+    if not file.is_file():
+        return
+    saved, now = json.loads(file.read_text()), _options(args)
+    if saved["memory_bank_size"] != now["memory_bank_size"]:
+        raise ValueError(
+            f"the checkpoint {str(folder)!r} has memory_bank_size={saved['memory_bank_size']}, this run "
+            f"{now['memory_bank_size']}"
+        )
+    changed = [f"{name}={now[name]} instead of {value}" for name, value in saved.items() if now.get(name) != value]
+    if changed and args.process_index == 0:
+        logger.warning(
+            "resumed with other options than the checkpoint's, so not as the uninterrupted run would go on: %s",
+            ", ".join(changed),
+        )
+
+
+def _options(args: InfCLConfig) -> dict[str, Any]:
+    """What a resumed run should have in common with the one it resumes, beyond what transformers compares."""
+    names = ("contrastive_batch_size", "memory_bank_size", "seed", "data_seed")
+    return {name: getattr(args, name) for name in names}
+
+
+def save_options(folder: str | Path, args: InfCLConfig) -> None:
+    """Notes the options that `check_checkpoint` compares."""
+    if args.should_save:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder, _OPTIONS).write_text(json.dumps(_options(args)) + "\n", encoding="utf-8")
 
 
 def _check_weights(folder: Path, model: nn.Module) -> None:

@@ -224,6 +224,60 @@ def test_unsupported_and_absent_things_are_refused(tmp_path: Path) -> None:
         load_dual_encoder(base, adapter=tmp_path / "bert")
 
 
+@pytest.mark.parametrize(
+    ("case", "complaint"),
+    [
+        ("missing", r"it lacks 1 tensors \(base_model.model.text_model.*lora_A.weight\)$"),
+        ("renamed", r"it lacks 1 tensors \(.*it has besides 1 tensors \(.*lora_X"),
+        ("shape", r"1 tensors have another shape \(.*: \(8, 3\) instead of \(8, 32\)"),
+    ],
+)
+@pytest.mark.parametrize("second", [False, True])
+def test_an_adapter_whose_tensors_do_not_fit_is_refused(
+    case: str, complaint: str, second: bool, tmp_path: Path
+) -> None:
+    base, good, bad = save_tiny("clip", tmp_path / "base"), tmp_path / "good", tmp_path / "bad"
+    for folder in (good, bad):
+        save_adapter(_adapted(base, scale=3.0), folder)
+    tensors = load_file(bad / "adapter_model.safetensors")
+    name = next(name for name in sorted(tensors) if "text_model" in name and "lora_A" in name)
+    value = tensors.pop(name)
+    if case == "renamed":
+        tensors[name.replace("lora_A", "lora_X")] = value
+    if case == "shape":
+        tensors[name] = value[:, :3].contiguous()
+    save_file(tensors, bad / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=rf"adapter '.*bad' does not belong to the base '.*base': .*{complaint}"):
+        load_dual_encoder(base, adapter={"a": good, "b": bad} if second else bad)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_an_adapter_of_a_base_of_another_depth_is_refused(layers: int, tmp_path: Path) -> None:
+    base = save_tiny("clip", tmp_path / "base")
+    save_adapter(_adapted(base, target_modules=["q_proj"]), tmp_path / "adapter")
+    other = save_tiny(tiny_clip(num_hidden_layers=layers), tmp_path / "other")
+    with pytest.raises(ValueError, match=r"does not belong to the base .*text_model\.encoder\.layers"):
+        load_dual_encoder(other, adapter=tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("other", sorted({*FAMILIES} - {"clip"}))
+@pytest.mark.parametrize("targets", [None, ["q_proj", "query"]])
+def test_an_adapter_of_another_family_is_refused(other: str, targets: list[str] | None, tmp_path: Path) -> None:
+    mine, base = save_tiny("clip", tmp_path / "mine"), save_tiny(other, tmp_path / "base")
+    save_adapter(_adapted(mine, target_modules=targets), tmp_path / "adapter", tiny_processor("clip"))
+    with pytest.raises(ValueError, match="adapter '.*' does not belong to the base"):
+        load_dual_encoder(base, adapter=tmp_path / "adapter")
+
+
+def test_a_truncated_adapter_is_named(tmp_path: Path) -> None:
+    base = save_tiny("clip", tmp_path / "base")
+    save_adapter(_adapted(base), tmp_path / "adapter")
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors' is damaged or incomplete"):
+        load_dual_encoder(base, adapter=tmp_path / "adapter")
+
+
 def test_only_safetensors_are_loaded(tmp_path: Path) -> None:
     base = save_tiny("clip", tmp_path / "base")
     save_adapter(_adapted(base), tmp_path / "adapter")
