@@ -8,7 +8,7 @@ With T_i the k largest l_ij = s x_i.y_j over the valid candidates of anchor i:
 and likewise with texts as anchors. The forward is one search through all blocks; the backward touches n x k entries.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -308,6 +308,8 @@ def _hard_negative_loss(
     options |= {"k": spec.k, **vars(spec.limits)}
     bank_rows = 0 if banks[0] is None else len(banks[0])
     layout = Layout.of(spec.group, len(images), bank_rows, images.device, options)
+    # An anchor has every row but its own for a candidate, and no more room is needed than for these.
+    spec = replace(spec, k=max(1, min(spec.k, layout.rows - 1 + sum(layout.bank_sizes))))
     return _HardNegativeLoss.apply(images, texts, scale, ids, *banks, spec, layout)
 
 

@@ -251,3 +251,11 @@ def test_bad_arguments_are_named(arguments, message):
     given = dict(image_embeds=torch.eye(4), text_embeds=torch.eye(4), logit_scale=10.0, k=2) | arguments
     with pytest.raises(ValueError, match=message):
         hard_negative_loss(given.pop("image_embeds"), given.pop("text_embeds"), given.pop("logit_scale"), **given)
+
+
+def test_memory_does_not_grow_with_a_k_beyond_the_candidates():
+    """With room for k of them, 10^9 would not fit into any memory."""
+    x, y = (side.requires_grad_() for side in oracles.pairs("random", 20, 8))
+    loss = hard_negative_loss(x, y, 10.0, k=10**9)
+    loss.backward()
+    assert loss.item() == pytest.approx(contrastive_loss(x, y, 10.0).item(), rel=1e-9)
