@@ -27,7 +27,7 @@ from hf_infcl.models import (
 from hf_infcl.trainer import checks, objective
 from hf_infcl.trainer.accumulation import ContrastiveStep
 from hf_infcl.trainer.callbacks import FillMemoryBank, LogitScaleCap, StepClock
-from hf_infcl.trainer.checkpoints import check_checkpoint, load_bank, save_bank, stream_position
+from hf_infcl.trainer.checkpoints import check_checkpoint, load_bank, save_bank, save_options, stream_position
 from hf_infcl.trainer.config import InfCLConfig
 from hf_infcl.trainer.evaluation import EvaluatingTrainer, as_function, embedder
 from hf_infcl.trainer.loaders import WholeGroups, as_pairs, eval_loader, train_loader
@@ -468,6 +468,7 @@ class InfCLTrainer(SavingTrainer, EvaluatingTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
+        save_options(output_dir, self.args)
         if self.args.memory_bank_size:
             save_bank(self.memory_bank, output_dir, self.args)
 

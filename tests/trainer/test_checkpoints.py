@@ -256,6 +256,36 @@ def test_a_bank_of_another_size_is_refused(tmp_path):
         resumable(tmp_path, CASES["memory bank"], memory_bank_size=6).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.parametrize(
+    ("adapter", "said"),
+    [
+        ({"lora_alpha": 32}, "lora_alpha=8, this run 32"),
+        ({"use_rslora": True}, "use_rslora=False, this run True"),
+        ({"alpha_pattern": {"q_proj": 2}}, r"alpha_pattern=\{\}, this run \{'q_proj': 2\}"),
+    ],
+)
+def test_an_adapter_of_the_same_shapes_and_another_meaning_is_refused(tmp_path, adapter, said):
+    resumable(tmp_path, CASES["lora"], max_steps=2).train()
+    with pytest.raises(ValueError, match=said):
+        resumable(tmp_path, {"adapter": {"target_modules": ["q_proj"], **adapter}}).train(resume_from_checkpoint=True)
+
+
+def test_a_bank_is_not_given_up_without_a_word(tmp_path):
+    resumable(tmp_path, CASES["memory bank"], max_steps=2).train()
+    with pytest.raises(ValueError, match="memory_bank_size=5, this run 0"):
+        resumable(tmp_path, CASES["memory bank"], memory_bank_size=0).train(resume_from_checkpoint=True)
+
+
+def test_another_batch_and_seed_are_one_warning(tmp_path, caplog):
+    resumable(tmp_path, CASES["lora"], max_steps=2).train()
+    resumable(tmp_path, CASES["lora"], max_steps=2).train(resume_from_checkpoint=True)
+    assert "other options" not in caplog.text
+    changed = {"gradient_accumulation_steps": 2, "seed": 7}
+    resumable(tmp_path, CASES["lora"], max_steps=3, **changed).train(resume_from_checkpoint=True)
+    assert caplog.text.count("other options") == 1
+    assert "contrastive_batch_size=4 instead of 2, seed=7 instead of 42" in caplog.text
+
+
 @pytest.mark.parametrize("other", ["other rank", "other targets", "whole model", "other family"])
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, other):
     adapters = {"other rank": {"r": 2}, "other targets": {"target_modules": ["k_proj"]}}
