@@ -1,7 +1,9 @@
 """Loading a dual encoder, with or without adapters, from a folder or the Hub."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,17 +55,18 @@ def load_dual_encoder(
         torch.Size([2, 512])
     """
     named = adapter if isinstance(adapter, Mapping) else {} if adapter is None else {"default": adapter}
-    adapters = {name: str(location) for name, location in named.items()}
-    base, base_revision, adapter_revision = str(model_name_or_path), revision, None
+    adapters = {name: expand_home(location) for name, location in named.items()}
+    base, base_revision, adapter_revision = expand_home(model_name_or_path), revision, None
+    naming_adapter = None  # the one that says which base is to be loaded
     if not adapters and _find(base, CONFIG_NAME, revision) is not None:
-        adapters, adapter_revision = {"default": base}, revision
+        adapters, adapter_revision, naming_adapter = {"default": base}, revision, base
         base, base_revision = _base_of(adapters["default"], revision)
     shapes = {}
     for name, location in adapters.items():
         check_adapter_name(name)
         shapes[name] = _check_adapter(location, adapter_revision)
 
-    model = _load_base(base, base_revision, dtype, device_map, adapters)
+    model = _load_base(base, base_revision, dtype, device_map, naming_adapter)
     # Before the processor, which of an adapter of another family would not fit either.
     for name, location in adapters.items():
         try:
@@ -78,48 +81,73 @@ def load_dual_encoder(
     return model.eval(), processor
 
 
+def expand_home(location: Location) -> str:
+    """Returns a location as a string, with a leading ~ written out."""
+    return str(Path(location).expanduser()) if str(location).startswith("~") else str(location)
+
+
+@contextmanager
+def explain_absence(location: str) -> Iterator[None]:
+    """Says of a location that cannot be loaded that it may be a misspelt folder, which transformers takes for an id."""
+    try:
+        yield
+    except OSError as error:
+        # A folder, or a repository that was reached: what is said of the file that is missing there stands.
+        if Path(location).is_dir() or "does not appear to have a file" in str(error):
+            raise
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise OSError(f"{location!r} is neither a folder here nor to be had from the Hub ({reason})") from error
+
+
 def _find(location: str, file: str, revision: str | None) -> str | None:
     """Returns the local path of a repository's file, or None where there is none."""
-    return cached_file(
-        location,
-        file,
-        revision=revision,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
+    with explain_absence(location):
+        return cached_file(
+            location,
+            file,
+            revision=revision,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
 
 
 def _base_of(adapter: str, revision: str | None) -> tuple[str, str | None]:
     config = PeftConfig.from_pretrained(adapter, revision=revision)
     if not config.base_model_name_or_path:
         raise ValueError(
-            f"the adapter {adapter!r} does not say which model it belongs to; "
-            f"name it: load_dual_encoder(BASE, adapter={adapter!r})"
+            f"the adapter {adapter!r} does not say which model it belongs to; name it: {_naming_base(adapter)}"
         )
     return config.base_model_name_or_path, config.revision
 
 
+def _naming_base(adapter: str) -> str:
+    return f"load_dual_encoder(BASE, adapter={adapter!r}), or --model_name_or_path BASE --adapter {adapter}"
+
+
 def _check_adapter(adapter: str, revision: str | None) -> Shapes:
     if _find(adapter, CONFIG_NAME, revision) is None:
-        raise OSError(f"no adapter in {adapter!r}: {CONFIG_NAME} is not there or cannot be reached")
+        if not Path(adapter).is_dir():
+            raise OSError(f"the adapter {adapter!r} is neither a folder here nor to be had from the Hub")
+        raise OSError(f"no adapter in {adapter!r}: {CONFIG_NAME} is not there")
     weights = _find(adapter, WEIGHTS_NAME, revision)
     if weights is None:
         raise ValueError(f"the adapter {adapter!r} has no {WEIGHTS_NAME}; other formats are not loaded")
     return tensor_shapes(weights)
 
 
-def _load_base(base: str, revision: str | None, dtype: Any, device_map: Any, adapters: dict[str, str]) -> nn.Module:
+def _load_base(base: str, revision: str | None, dtype: Any, device_map: Any, adapter: str | None) -> nn.Module:
+    """Loads the base, which `adapter` named unless the caller did."""
     options = {"revision": revision, "trust_remote_code": False}
     try:
-        config = AutoConfig.from_pretrained(base, **options)
+        with explain_absence(base):
+            config = AutoConfig.from_pretrained(base, **options)
     except OSError as error:
-        if not adapters:
+        if adapter is None:
             raise
-        adapter = next(iter(adapters.values()))
         raise OSError(
             f"the base model {base!r} of the adapter {adapter!r} cannot be loaded; if it lies elsewhere, "
-            f"name it: load_dual_encoder(BASE, adapter={adapter!r})"
+            f"name it: {_naming_base(adapter)}"
         ) from error
     family_of(config)
     if dtype is not None:

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoModel, AutoProcessor, PreTrainedModel
 
 from hf_infcl.hub import DualEncoderPeftModel
+from hf_infcl.hub.loading import expand_home, explain_absence
 from hf_infcl.models import (
     Family,
     complete_lora_config,
@@ -45,7 +46,9 @@ def load_model(name_or_path: str, model_init_kwargs: Any = None) -> PreTrainedMo
     Raises:
         OSError, ValueError: nothing can be loaded from there.
     """
-    return AutoModel.from_pretrained(name_or_path, **{"dtype": torch.float32, **(model_init_kwargs or {})})
+    location = expand_home(name_or_path)
+    with explain_absence(location):
+        return AutoModel.from_pretrained(location, **{"dtype": torch.float32, **(model_init_kwargs or {})})
 
 
 def load_processor(model: nn.Module, name_or_path: str | None, model_init_kwargs: Any = None) -> Any:
@@ -54,7 +57,7 @@ def load_processor(model: nn.Module, name_or_path: str | None, model_init_kwargs
     Raises:
         ValueError: there is none; says what to pass instead.
     """
-    source = name_or_path or getattr(unwrap(model).config, "_name_or_path", "")
+    source = expand_home(name_or_path or getattr(unwrap(model).config, "_name_or_path", ""))
     kept = {key: (model_init_kwargs or {})[key] for key in ("revision", "token") if key in (model_init_kwargs or {})}
     try:
         return AutoProcessor.from_pretrained(source, **kept)

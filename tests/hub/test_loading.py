@@ -140,7 +140,7 @@ def test_no_path_of_this_machine_is_written(tmp_path: Path, caplog: pytest.LogCa
         assert str(tmp_path).encode() not in file.read_bytes(), file
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] is None
-    with pytest.raises(ValueError, match=r"load_dual_encoder\(BASE, adapter="):
+    with pytest.raises(ValueError, match=r"load_dual_encoder\(BASE, adapter=.*--model_name_or_path BASE --adapter "):
         load_dual_encoder(tmp_path / "adapter")
     assert AutoProcessor.from_pretrained(tmp_path / "adapter").tokenizer is not None
 
@@ -276,6 +276,30 @@ def test_a_truncated_adapter_is_named(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"adapter_model\.safetensors' is damaged or incomplete"):
         load_dual_encoder(base, adapter=tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("place", ["demo-output/bse", "/nope", "./nope/none", "~/nope/none", "a/b/c"])
+@pytest.mark.parametrize("what", ["model", "base", "adapter"])
+def test_a_misspelt_folder_is_said_to_be_no_folder(
+    place: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model, adapter = (place, None) if what == "model" else (save_tiny("clip", tmp_path / "base"), place)
+    if what == "base":
+        save_adapter(_adapted(model), tmp_path / "adapter")
+        model, adapter = place, str(tmp_path / "adapter")
+    shown = place.replace("~", str(tmp_path))
+    with pytest.raises(OSError, match=f"'{shown}' is neither a folder here nor to be had from the Hub") as caught:
+        load_dual_encoder(model, adapter=adapter)
+    assert "load_dual_encoder(BASE" not in str(caught.value)
+    assert what == "adapter" or caught.value.__cause__ is not None
+
+
+def test_the_home_folder_is_written_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_adapter(_adapted(save_tiny("clip", tmp_path / "base")), tmp_path / "adapter")
+    load_dual_encoder("~/base", adapter="~/adapter")
 
 
 def test_only_safetensors_are_loaded(tmp_path: Path) -> None:
