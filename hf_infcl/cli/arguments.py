@@ -1,6 +1,9 @@
 """What a recipe says besides the training arguments: the data and the model."""
 
-from dataclasses import dataclass, field
+import logging
+from dataclasses import dataclass, field, fields
+
+logger = logging.getLogger(__name__)
 
 AUTO_SPLIT = "auto"
 
@@ -113,3 +116,7 @@ class ModelArguments:
         dtypes = (None, "auto", "float32", "bfloat16", "float16")
         if self.dtype not in dtypes:
             raise ValueError(f"dtype is {self.dtype!r}; expected one of {', '.join(str(name) for name in dtypes[1:])}")
+        adapter = [entry for entry in fields(self) if entry.name.startswith(("lora_", "use_rslora", "use_dora"))]
+        changed = [entry.name for entry in adapter if getattr(self, entry.name) != entry.default]
+        if changed and not self.use_peft:
+            logger.warning("%s have no effect without use_peft: the whole model is trained", ", ".join(changed))

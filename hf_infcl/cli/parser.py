@@ -13,9 +13,31 @@ from transformers import HfArgumentParser
 
 from hf_infcl.cli.coerce import Mismatch, coerce, type_name
 
+# What other tools call a field whose name is not near.
+_SYNONYMS = {"use_lora": "use_peft", "lora": "use_peft"}
+
 
 class RecipeError(ValueError):
     """A recipe or a command line that cannot be followed; the message says what to change."""
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML as usual, except that a key given twice is an error: the earlier value would go without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            # A merge (<<) may come several times; keys that are no scalars have no field's name.
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if key.value in lines:
+                raise RecipeError(f"{key.value!r} is given twice, in lines {lines[key.value]} and {_line_of(key)}")
+            lines[key.value] = _line_of(key)
+        return super().construct_mapping(node, deep)
+
+
+def _line_of(node: yaml.Node) -> int:
+    return node.start_mark.line + 1
 
 
 class RecipeParser(HfArgumentParser):
@@ -92,7 +114,9 @@ class RecipeParser(HfArgumentParser):
 
     def _recipe(self, path: Path) -> dict[str, Any]:
         try:
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+            content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
+        except RecipeError as error:
+            raise RecipeError(f"{path}: {error}") from error
         except OSError as error:
             raise RecipeError(f"cannot read the recipe {path}: {error.strerror}") from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -115,6 +139,8 @@ class RecipeParser(HfArgumentParser):
             ) from None
 
     def _nearest(self, name: str, prefix: str = "") -> str:
+        if (meant := _SYNONYMS.get(name.replace("-", "_").lower())) in self._types:
+            return f"; did you mean {prefix}{meant}?"
         near = difflib.get_close_matches(name.replace("-", "_").lower(), self._types, n=1)
         return f"; did you mean {prefix}{near[0]}?" if near else ""
 

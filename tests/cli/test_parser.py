@@ -55,6 +55,7 @@ def test_dashes_and_equal_signs_work():
     ("text", "said"),
     [
         ("name: a\nsteqs: 3", "unknown field 'steqs'; did you mean steps"),
+        ("name: a\nsteps: 3\n# more\nname: b", r"recipe\.yaml: 'name' is given twice, in lines 1 and 4"),
         ("name: a\nzzzzzz: 3", "unknown field 'zzzzzz'$"),
         ("name: a\nrate: fast", r"field 'rate' is 'fast' \(str\); expected float"),
         ("name: a\nsteps: 2.5", r"field 'steps' is 2.5 \(float\); expected int"),
@@ -117,6 +118,24 @@ def test_data_and_model_are_described_beside_them(recipe):
     script, model = parse("--config", path, "--dataset_test_split", "none", kinds=(ScriptArguments, ModelArguments))
     assert (script.dataset_name, script.dataset_test_split) == ("sample:photo", None)
     assert (model.use_peft, model.lora_target_modules, model.lora_r) == (True, ["q", "v"], 16)
+
+
+@pytest.mark.parametrize("word", ["--use_lora", "--use-lora"])
+def test_use_lora_is_called_use_peft(recipe, word):
+    kinds = (ScriptArguments, ModelArguments)
+    with pytest.raises(RecipeError, match="did you mean --use_peft"):
+        parse(word, "true", kinds=kinds)
+    with pytest.raises(RecipeError, match=r"did you mean use_peft\?"):
+        parse("--config", recipe("use_lora: true\n"), kinds=kinds)
+
+
+def test_adapter_options_without_adapter_are_one_warning(caplog):
+    ModelArguments("a", use_peft=True, lora_r=4)
+    ModelArguments("a")
+    assert not caplog.text
+    ModelArguments("a", lora_r=4, use_dora=True)
+    (record,) = caplog.records
+    assert record.getMessage() == "lora_r, use_dora have no effect without use_peft: the whole model is trained"
 
 
 @pytest.mark.parametrize(
