@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
+_KIND_NAMES: dict[type, str] = {int: "an integer", float: "a number"}
 LOSS_TYPES = ("contrastive", "hard_negative", "sigmoid")
 BATCH_SAMPLERS = ("batch_sampler", "no_duplicates")
 DEFAULT_BEST_METRIC = "mean_recall@1"
@@ -266,6 +267,7 @@ class InfCLConfig(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        self._read_numbers()
         self._choose_best_metric()
         super().__post_init__()
         if self.device.type == "cpu":
@@ -277,6 +279,31 @@ class InfCLConfig(TrainingArguments):
     def contrastive_batch_size(self) -> int:
         """Pairs that are contrasted with each other in one optimizer step, over all processes."""
         return self.train_batch_size * self.gradient_accumulation_steps * self.world_size
+
+    def _read_numbers(self) -> None:
+        """Numbers that came as text, such as the `1e-4` that YAML reads as text, are made numbers here.
+
+        Raises:
+            ValueError: the text is no number.
+        """
+        for name, kind in self._number_fields().items():
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                continue
+            try:
+                setattr(self, name, kind(value))
+            except ValueError:
+                raise ValueError(f"{name} must be {_KIND_NAMES[kind]}, got {value!r}") from None
+
+    @classmethod
+    def _number_fields(cls) -> dict[str, type]:
+        """Fields that are a number or nothing. Those that may be text as well are left to transformers."""
+        kinds = {}
+        for name, hint in get_type_hints(cls).items():
+            parts = set(get_args(hint) or (hint,)) - {type(None)}
+            if name in cls.__dataclass_fields__ and len(parts) == 1 and (kind := parts.pop()) in _KIND_NAMES:
+                kinds[name] = kind
+        return kinds
 
     def _choose_best_metric(self) -> None:
         """The best model is the one that retrieves best, and a metric that shrinks as it improves is minimised."""

@@ -391,6 +391,17 @@ def test_options_reach_the_loss(tmp_path):
     assert (options["duplicates"], options["block_size"], options["backend"]) == ("positive", 3, "torch")
 
 
+def test_numbers_that_came_as_text_are_numbers(tmp_path):
+    args = config(tmp_path, learning_rate="1e-4", per_device_train_batch_size="8", logging_steps="5", max_score="0.5")
+    assert (args.learning_rate, args.per_device_train_batch_size, args.max_score) == (1e-4, 8, 0.5)
+    for options, message in (
+        ({"learning_rate": "fast"}, "learning_rate must be a number, got 'fast'"),
+        ({"gradient_accumulation_steps": "2.5"}, "gradient_accumulation_steps must be an integer, got '2.5'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            config(tmp_path, **options)
+
+
 def test_defaults_that_differ_from_transformers():
     args = InfCLConfig("out", use_cpu=True)
     assert args.logging_nan_inf_filter is False
