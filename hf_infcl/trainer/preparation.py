@@ -57,7 +57,7 @@ def load_processor(model: nn.Module, name_or_path: str | None, model_init_kwargs
     Raises:
         ValueError: there is none; says what to pass instead.
     """
-    source = expand_home(name_or_path or getattr(unwrap(model).config, "_name_or_path", ""))
+    source = expand_home(name_or_path or getattr(unwrap(model).config, "_name_or_path", None) or "")
     kept = {key: (model_init_kwargs or {})[key] for key in ("revision", "token") if key in (model_init_kwargs or {})}
     try:
         return AutoProcessor.from_pretrained(source, **kept)
