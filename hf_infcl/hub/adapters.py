@@ -6,6 +6,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def save_adapter(
         output_dir: the folder; made if it is missing.
         processor: what is needed to embed with the adapter; saved beside it.
         base_model_id: the Hub id of the base. Without it the base's own name is kept if it is one; the path of a local
-            base is left out, with a warning.
+            base is left out, with a notice, once per process.
         state_dict: the gathered weights, where a strategy shards them.
 
     Raises:
@@ -166,11 +167,16 @@ def _set_base(config_file: Path, base_model_id: str | None) -> None:
     config = json.loads(config_file.read_text())
     name = base_model_id or config.get("base_model_name_or_path")
     if name and not is_hub_id(name):
-        logger.warning(
-            "the base model is a local folder, which nobody else has: its path is left out of %s. base_model_id names "
-            "it by a Hub id; without one, load with load_dual_encoder(BASE, adapter=...)",
-            CONFIG_NAME,
-        )
+        _say_that_base_is_local()
         name = None
     config["base_model_name_or_path"] = name or None
     config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+@cache  # once, not at every checkpoint
+def _say_that_base_is_local() -> None:
+    logger.warning(
+        "The adapter is saved without the name of its base model, which is a folder on this computer. To load it, name "
+        "the base: load_dual_encoder(BASE, adapter=ADAPTER), or --model_name_or_path BASE --adapter ADAPTER. If the "
+        "base is on the Hub as well, base_model_id writes down its id."
+    )
