@@ -18,12 +18,12 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
-def check_embeddings(name: str, value: Any) -> None:
-    """An (n, d) floating-point tensor with n, d >= 1."""
+def check_embeddings(name: str, value: Any, least: int = 1) -> None:
+    """An (n, d) floating-point tensor with n >= least and d >= 1."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a tensor of shape (n, d), got {type(value).__name__}")
-    if value.ndim != 2 or 0 in value.shape:
-        raise ValueError(f"{name} must have shape (n, d) with n >= 1 and d >= 1, got {_shape(value)}")
+    if value.ndim != 2 or value.shape[0] < least or value.shape[1] < 1:
+        raise ValueError(f"{name} must have shape (n, d) with n >= {least} and d >= 1, got {_shape(value)}")
     if value.layout != torch.strided:
         raise ValueError(f"{name} must be a dense tensor, got layout {value.layout}; convert it with .to_dense()")
     if value.dtype not in _DTYPES:
@@ -79,11 +79,11 @@ def check_ids(name: str, ids: Any, embeds: Tensor) -> Tensor | None:
         raise ValueError(f"{name} must be an integer tensor of shape (n,) or (n, m), got {type(ids).__name__}")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ValueError(f"{name} must be integers, got {ids.dtype}")
-    if ids.ndim not in (1, 2) or len(ids) != len(embeds) or 0 in ids.shape:
+    if ids.ndim not in (1, 2) or len(ids) != len(embeds) or 0 in ids.shape[1:]:
         raise ValueError(f"{name} must have shape (n,) or (n, m) with n = {len(embeds)}, got {_shape(ids)}")
     if ids.device != embeds.device:
         raise ValueError(f"{name} must be on the device of the embeddings, got {ids.device} and {embeds.device}")
-    return ids.reshape(len(ids), -1).to(torch.int64)
+    return (ids[:, None] if ids.ndim == 1 else ids).to(torch.int64)
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

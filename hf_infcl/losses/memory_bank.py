@@ -95,8 +95,9 @@ class MemoryBank(nn.Module):
         Raises:
             ValueError: the pairs or their ids do not fit; the bank is left as it was.
         """
-        checks.check_embeddings("image_embeds", image_embeds)
-        checks.check_embeddings("text_embeds", text_embeds)
+        # A process may have no pair to add where others have some.
+        checks.check_embeddings("image_embeds", image_embeds, least=0)
+        checks.check_embeddings("text_embeds", text_embeds, least=0)
         expected = (len(image_embeds), self.dim)
         for name, value in (("image_embeds", image_embeds), ("text_embeds", text_embeds)):
             if tuple(value.shape) != expected:
