@@ -81,7 +81,8 @@ def fine_tune(
     Returns:
         As `main`.
     """
-    from hf_infcl.hub import write_run
+    from hf_infcl.cli.summary import print_summary
+    from hf_infcl.hub import find_peft_model, write_run
 
     evaluates = trainer.eval_dataset is not None
     before = trainer.evaluate() if evaluates and script_args.evaluate_base else {}
@@ -102,6 +103,9 @@ def fine_tune(
         )
     if trainer.args.push_to_hub:
         trainer.push_to_hub()
+    if trainer.is_world_process_zero():
+        is_adapter = find_peft_model(trainer.model) is not None
+        print_summary(script_args, trainer.args, model_args, is_adapter=is_adapter, before=before, after=after)
     return after
 
 

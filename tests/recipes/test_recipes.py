@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
+import hf_infcl
+from hf_infcl.cli import main as command_line
 from hf_infcl.cli.train import main, make_parser, run
 from tests.tiny import save_tiny
 
@@ -72,9 +75,28 @@ def test_a_recipe_run_writes_adapter_processor_card_and_curves(tmp_path):
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] is None
 
 
-def test_a_run_without_an_evaluation_split(tmp_path):
+@pytest.mark.parametrize("adapter", [True, False], ids=["adapter", "whole model"])
+def test_the_end_says_what_to_type_next_and_that_works(tmp_path, capsys, adapter):
+    options = small_run(tmp_path, use_peft=adapter, max_steps=1, evaluate_base=False)
+    metrics = main(*make_parser().parse(options))
+    said = capsys.readouterr().out
+    assert "image to text, recall@1" in said
+    assert f"Written to {tmp_path / 'out'}: {'adapter' if adapter else 'model'}, processor" in said
+    command = re.search(r"measure it:  hf-infcl (.*)", said)[1]
+    assert command_line([*shlex.split(command), "--output_file", str(tmp_path / "metrics.json")]) == 0
+    again = json.loads((tmp_path / "metrics.json").read_text())
+    assert again["text_to_image/mrr"] == pytest.approx(metrics["eval_text_to_image/mrr"])
+    names = {"hf_infcl": hf_infcl}
+    exec(re.search(r"load it: +(.*)", said)[1], names)
+    assert names["processor"] is not None
+
+
+def test_a_run_without_an_evaluation_split(tmp_path, capsys):
     options = small_run(tmp_path, dataset_test_split="none", max_train_samples=8, max_steps=1)
     assert main(*make_parser().parse(options)) == {}
+    said = capsys.readouterr().out
+    assert "load it:" in said
+    assert "measure it:" not in said
     assert "## Results" not in (tmp_path / "out" / "README.md").read_text()
 
 
