@@ -3,12 +3,16 @@
 import enum
 import json
 import types
+from contextlib import suppress
 from typing import Any, Literal, Union, get_args, get_origin
 
-# The words YAML 1.1 and the command line use for truth.
+from hf_infcl.cli.recipe import Word
+
+# The words that YAML and the command line use for truth.
 _TRUE, _FALSE = ("true", "yes", "y", "on", "1", "t"), ("false", "no", "n", "off", "0", "f")
-# An unquoted `eval_strategy: no` reaches us as False; these are the words it may have been.
-_WORDS_READ_AS_BOOL = {False: ("no", "off", "false"), True: ("yes", "on", "true")}
+# Of these, the ones that mean it where no type says that truth is asked for: YAML's.
+_UNTYPED_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_YAML_NUMBERS = {".inf": "inf", "+.inf": "inf", "-.inf": "-inf", ".nan": "nan"}
 
 
 class Mismatch(Exception):
@@ -43,13 +47,14 @@ def _is_enum_beside(part: Any, union: Any) -> bool:
 
 
 def coerce(value: Any, kind: Any) -> Any:
-    """Turns a YAML value into what a field of type `kind` takes.
+    """Turns a value of a recipe into what a field of type `kind` takes.
 
-    YAML 1.1 reads `1e-4` and `1e3` as strings and an unquoted `no` as False; numbers for text fields (`run_name: 7`)
-    come as numbers. All of these mean what they say.
+    An unquoted word means what it would mean on the command line: `no` is False for a switch and text for a name,
+    `010` is ten for a number and three letters for a name. Numbers are decimal. Without a type (the values of a
+    dictionary), words of truth and decimal numbers are such, and everything else, as all that is quoted, is text.
 
     Args:
-        value: what `yaml.safe_load` returned.
+        value: a value in what `hf_infcl.cli.recipe.read_recipe` returned.
         kind: the resolved type hint of the field.
 
     Returns:
@@ -60,24 +65,24 @@ def coerce(value: Any, kind: Any) -> Any:
     """
     origin = get_origin(kind)
     if kind is Any:
-        return value
+        return _untyped(value)
     if origin in (Union, types.UnionType):
         return _coerce_union(value, kind)
     if origin is Literal:
         return _choice(value, get_args(kind))
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return kind(_choice(value.value if isinstance(value, kind) else value, [member.value for member in kind]))
+        return kind(_choice(value, [member.value for member in kind]))
     if kind in _SCALARS:
+        if not isinstance(value, str):
+            raise Mismatch
         return _SCALARS[kind](value)
     if kind is list or origin is list:
         (item,) = get_args(kind) or (Any,)
         if isinstance(value, dict):
             raise Mismatch
-        return [coerce(part, item) for part in (value if isinstance(value, (list, tuple)) else [value])]
+        return [coerce(part, item) for part in (value if isinstance(value, list) else [value])]
     if kind is dict or origin is dict:
         return _dict(value)
-    if isinstance(kind, type) and isinstance(value, kind):
-        return value
     raise Mismatch
 
 
@@ -85,10 +90,12 @@ def _coerce_union(value: Any, union: Any) -> Any:
     parts = [part for part in get_args(union) if not _is_enum_beside(part, union)]
     if value is None and type(None) in parts:
         return None
-    # What already has the right type stays as it is; only then is something converted, text last since it takes any
-    # number.
-    exact = [part for part in parts if isinstance(part, type) and type(value) is part]
-    for part in exact + sorted((part for part in parts if part is not type(None)), key=lambda part: part is str):
+    # What is quoted is text where text is taken. A word is whatever it can be; then text, which anything can be, before
+    # a list of one.
+    order = [part for part in parts if isinstance(part, type) and type(value) is part]
+    order += [part for part in parts if part is not str and (get_origin(part) or part) not in (list, dict)]
+    order += [part for part in parts if part is str] + parts
+    for part in order:
         try:
             return coerce(value, part)
         except Mismatch:
@@ -97,16 +104,30 @@ def _coerce_union(value: Any, union: Any) -> Any:
 
 
 def _choice(value: Any, choices: Any) -> Any:
-    if isinstance(value, bool) and value not in choices:
-        value = next((word for word in _WORDS_READ_AS_BOOL[value] if word in choices), value)
     for choice in choices:
         if value == choice or str(value) == str(choice):
             return choice
     raise Mismatch
 
 
-def _bool(value: Any) -> bool:
-    word = str(value).lower()
+def _untyped(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_untyped(part) for part in value]
+    if isinstance(value, dict):
+        return {str(name): _untyped(part) for name, part in value.items()}
+    if not isinstance(value, Word):
+        return value
+    if value.lower() in _UNTYPED_TRUTH:
+        return _UNTYPED_TRUTH[value.lower()]
+    if value.lower() in _YAML_NUMBERS or value.lstrip("+-.")[:1].isdigit():
+        for number in (int, _float):
+            with suppress(ValueError, Mismatch):
+                return number(value)
+    return str(value)
+
+
+def _bool(value: str) -> bool:
+    word = value.lower()
     if word in _TRUE:
         return True
     if word in _FALSE:
@@ -114,30 +135,20 @@ def _bool(value: Any) -> bool:
     raise Mismatch
 
 
-def _float(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise Mismatch
+def _float(value: str) -> float:
     try:
-        return float(value)
+        return float(_YAML_NUMBERS.get(value.lower(), value))
     except ValueError:
         raise Mismatch from None
 
 
-def _int(value: Any) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.strip().lstrip("+-").isdigit():
+def _int(value: str) -> int:
+    with suppress(ValueError):
         return int(value)
     number = _float(value)
     if not number.is_integer():  # also for inf and nan
         raise Mismatch
     return int(number)
-
-
-def _str(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise Mismatch
-    return str(value)
 
 
 def _dict(value: Any) -> dict[str, Any]:
@@ -148,7 +159,7 @@ def _dict(value: Any) -> dict[str, Any]:
             raise Mismatch from None
     if not isinstance(value, dict):
         raise Mismatch
-    return value
+    return _untyped(value)
 
 
-_SCALARS: dict[Any, Any] = {bool: _bool, int: _int, float: _float, str: _str}
+_SCALARS: dict[Any, Any] = {bool: _bool, int: _int, float: _float, str: str}

@@ -12,32 +12,10 @@ import yaml
 from transformers import HfArgumentParser
 
 from hf_infcl.cli.coerce import Mismatch, coerce, type_name
+from hf_infcl.cli.recipe import RecipeError, read_recipe
 
 # What other tools call a field whose name is not near.
 _SYNONYMS = {"use_lora": "use_peft", "lora": "use_peft"}
-
-
-class RecipeError(ValueError):
-    """A recipe or a command line that cannot be followed; the message says what to change."""
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML as usual, except that a key given twice is an error: the earlier value would go without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            # A merge (<<) may come several times; keys that are no scalars have no field's name.
-            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
-                continue
-            if key.value in lines:
-                raise RecipeError(f"{key.value!r} is given twice, in lines {lines[key.value]} and {_line_of(key)}")
-            lines[key.value] = _line_of(key)
-        return super().construct_mapping(node, deep)
-
-
-def _line_of(node: yaml.Node) -> int:
-    return node.start_mark.line + 1
 
 
 class RecipeParser(HfArgumentParser):
@@ -114,7 +92,7 @@ class RecipeParser(HfArgumentParser):
 
     def _recipe(self, path: Path) -> dict[str, Any]:
         try:
-            content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
+            content, lines = read_recipe(path.read_text(encoding="utf-8"))
         except RecipeError as error:
             raise RecipeError(f"{path}: {error}") from error
         except OSError as error:
@@ -125,18 +103,20 @@ class RecipeParser(HfArgumentParser):
             return {}
         if not isinstance(content, dict):
             raise RecipeError(f"{path} holds a {type(content).__name__}; expected a mapping of field names to values")
-        return {name: self._checked(name, value, path) for name, value in content.items()}
+        # A key that a merge brought in stands elsewhere.
+        return {
+            name: self._checked(name, value, f"{path}, line {lines[name]}" if name in lines else str(path))
+            for name, value in content.items()
+        }
 
-    def _checked(self, name: Any, value: Any, path: Path) -> Any:
+    def _checked(self, name: Any, value: Any, where: str) -> Any:
         if name not in self._types:
-            raise RecipeError(f"{path}: unknown field {name!r}{self._nearest(str(name))}")
+            raise RecipeError(f"{where}: unknown field {name!r}{self._nearest(str(name))}")
         kind = self._types[name]
         try:
             return coerce(value, kind)
         except Mismatch:
-            raise RecipeError(
-                f"{path}: field {name!r} is {value!r} ({type(value).__name__}); expected {type_name(kind)}"
-            ) from None
+            raise RecipeError(f"{where}: field {name!r} is {value!r}; expected {type_name(kind)}") from None
 
     def _nearest(self, name: str, prefix: str = "") -> str:
         if (meant := _SYNONYMS.get(name.replace("-", "_").lower())) in self._types:

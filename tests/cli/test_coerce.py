@@ -1,19 +1,28 @@
-"""YAML's view of a value against the type that a field wants."""
+"""What a value of a recipe means to the type that a field wants."""
 
 import math
 from typing import Any, Literal
 
 import pytest
-import yaml
 from transformers.trainer_utils import IntervalStrategy
 
 from hf_infcl.cli.coerce import Mismatch, coerce, type_name
+from hf_infcl.cli.recipe import read_recipe
 
 
 @pytest.mark.parametrize(
     ("text", "kind", "want"),
     [
         ("1e-4", float, 1e-4),  # YAML 1.1: a string
+        ("010", int, 10),  # YAML 1.1: 8
+        ("1_000", int, 1000),
+        ("007", float, 7.0),
+        ("010", str, "010"),
+        ("1:30", str, "1:30"),  # YAML 1.1: 90
+        ("yes", str, "yes"),  # YAML 1.1: True
+        ("true", str, "true"),
+        ("0123e4", str | None, "0123e4"),
+        ("2024-01-02", str, "2024-01-02"),
         ("3", float, 3.0),
         (".inf", float, math.inf),
         ("1e3", int, 1000),
@@ -39,10 +48,25 @@ from hf_infcl.cli.coerce import Mismatch, coerce, type_name
         ("ds.json", dict | str | None, "ds.json"),
         ("'{\"a\": 1}'", dict[str, Any], {"a": 1}),
         ("[1, x]", Any, [1, "x"]),
+        (
+            "{a: 010, b: '010', c: no, d: 1e-3, e: 1:30, f: x1, g: null, h: {i: [true]}, j: .inf}",
+            dict | str | None,
+            {
+                "a": 10,
+                "b": "010",
+                "c": False,
+                "d": 1e-3,
+                "e": "1:30",
+                "f": "x1",
+                "g": None,
+                "h": {"i": [True]},
+                "j": math.inf,
+            },
+        ),
     ],
 )
 def test_a_value_means_what_it_says(text, kind, want):
-    got = coerce(yaml.safe_load(text), kind)
+    got = coerce(read_recipe(text)[0], kind)
     assert got == want
     assert type(got) is type(want)
 
@@ -58,7 +82,9 @@ def test_a_value_means_what_it_says(text, kind, want):
         ("true", int),
         ("maybe", bool),
         ("2", bool),
-        ("true", str),
+        ("0x10", int),
+        ("1:30", int),
+        ("0b1", int),
         ("[a]", str),
         ("null", str),
         ("sometimes", IntervalStrategy | str),
@@ -66,11 +92,12 @@ def test_a_value_means_what_it_says(text, kind, want):
         ("{a: 1}", list[str]),
         ("[1, x]", list[int]),
         ("text", dict[str, Any]),
+        ("'[1]'", dict[str, Any]),
     ],
 )
 def test_a_value_of_another_kind_is_refused(text, kind):
     with pytest.raises(Mismatch):
-        coerce(yaml.safe_load(text), kind)
+        coerce(read_recipe(text)[0], kind)
 
 
 def test_types_are_named_in_words():

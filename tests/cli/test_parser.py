@@ -41,6 +41,16 @@ def test_recipe_values_are_coerced_and_the_command_line_wins(recipe):
     assert got == Plain("a", 5e-3, 100, True, False, ["x", "y"])
 
 
+def test_a_number_means_what_it_means_on_the_command_line(recipe):
+    assert parse("--config", recipe("name: 010\nsteps: 010\n")) == parse("--name", "010", "--steps", "010")
+    assert parse("--name", "010", "--steps", "010") == (Plain("010", steps=10),)
+
+
+def test_keys_may_be_merged_in(recipe):
+    (got,) = parse("--config", recipe("<<: &more {steps: 3, fast: yes}\nname: a\n"))
+    assert got == Plain("a", steps=3, fast=True)
+
+
 def test_the_command_line_can_return_to_the_default(recipe):
     (got,) = parse("--config", recipe("name: a\nrate: 7\nfast: true\n"), "--rate", "0.1", "--fast", "false")
     assert (got.rate, got.fast) == (0.1, False)
@@ -57,9 +67,10 @@ def test_dashes_and_equal_signs_work():
         ("name: a\nsteqs: 3", "unknown field 'steqs'; did you mean steps"),
         ("name: a\nsteps: 3\n# more\nname: b", r"recipe\.yaml: 'name' is given twice, in lines 1 and 4"),
         ("name: a\nzzzzzz: 3", "unknown field 'zzzzzz'$"),
-        ("name: a\nrate: fast", r"field 'rate' is 'fast' \(str\); expected float"),
-        ("name: a\nsteps: 2.5", r"field 'steps' is 2.5 \(float\); expected int"),
-        ("name: [a]", r"field 'name' is \['a'\] \(list\); expected str"),
+        ("name: a\nrate: fast", r"line 2: field 'rate' is 'fast'; expected float$"),
+        ("name: a\n# more\nsteps: 2.5", r"line 3: field 'steps' is '2.5'; expected int$"),
+        ("steps: 0x10\nname: a", r"line 1: field 'steps' is '0x10'; expected int$"),
+        ("name: [a]", r"field 'name' is \['a'\]; expected str$"),
         ("rate: 1", "name is missing: give --name or put it into the recipe"),
         ("- a\n- b", "holds a list; expected a mapping"),
         ("a: [", "not valid YAML"),
