@@ -1,6 +1,8 @@
 """A script for launchers: a few steps on each process, in which one process comes to grief.
 
-python -m torch.distributed.run --nproc-per-node 2 -m tests.distributed.failing <how> <folder> <0, or 1: by the Trainer>
+python -m torch.distributed.run --nproc-per-node 2 -m tests.distributed.failing <loss or trainer> <how> <folder>
+
+What rank r noticed is in ``<folder>/told-<r>``, and how many steps it had taken by its end in ``<folder>/steps-<r>``.
 """
 
 import os
@@ -28,12 +30,16 @@ def come_to_grief(how: str, rank: int, step: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def steps(how: str, folder: Path) -> None:
-    """The loss alone over towers of one layer, under DDP."""
+def by_loss(how: str, folder: Path) -> None:
+    """The loss alone, over towers of one layer under DDP; before that, the processes disagree."""
     from hf_infcl import contrastive_loss
 
     dist.init_process_group("gloo", timeout=LIMIT)
     rank = dist.get_rank()
+    try:
+        contrastive_loss(torch.ones(3, 4 + rank), torch.ones(3, 4 + rank), 1.0)
+    except ValueError as error:
+        (folder / f"told-{rank}").write_text(str(error))
     tower = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 4))
     optimizer = torch.optim.SGD(tower.parameters(), lr=0.1)
     for step in range(5):
@@ -42,36 +48,44 @@ def steps(how: str, folder: Path) -> None:
         contrastive_loss(rows[0], rows[1], 5.0).backward()
         optimizer.step()
         optimizer.zero_grad()
-        (folder / f"rank-{rank}").write_text(str(step + 1))
+        (folder / f"steps-{rank}").write_text(str(step + 1))
     dist.destroy_process_group()
 
 
-def train(how: str, folder: Path) -> None:
-    """The Trainer, which does not look after the others either: whoever started them has to."""
+def by_trainer(how: str, folder: Path) -> None:
+    """The Trainer: a run that a NaN ends, and a run whose processes whoever started them has to look after."""
     from transformers import TrainerCallback
 
     from tests.trainer.helpers import trainer
-
-    run = trainer(folder / "out", n=40, max_steps=5, per_device_train_batch_size=4, ddp_timeout=LIMIT.seconds)
-    rank = run.args.process_index
 
     def spoil(module, args, output):
         output["text_embeds"] = output["text_embeds"] * torch.nan
         return output
 
     class Steps(TrainerCallback):
+        def __init__(self, how: str):
+            self.how = how
+
         def on_step_begin(self, args, state, control, **kwargs):
-            come_to_grief(how, rank, state.global_step)
-            if how == "nan" and rank == 1 and state.global_step == AT_STEP:
+            come_to_grief(self.how, args.process_index, state.global_step)
+            if self.how == "nan" and args.process_index == 1 and state.global_step == AT_STEP:
                 kwargs["model"].register_forward_hook(spoil)
 
         def on_optimizer_step(self, args, state, control, **kwargs):
-            (folder / f"rank-{rank}").write_text(str(state.global_step + 1))
+            (folder / f"steps-{args.process_index}").write_text(str(state.global_step + 1))
 
-    run.add_callback(Steps())
-    run.train()
+    def run(how: str) -> None:
+        options = dict(n=40, max_steps=5, per_device_train_batch_size=4, ddp_timeout=LIMIT.seconds)
+        trainer(folder / "out", callbacks=[Steps(how)], **options).train()
+
+    try:
+        run("nan")
+    except FloatingPointError as error:
+        told = folder / f"told-{dist.get_rank()}"
+        told.write_text(f"{error} after {(folder / f'steps-{dist.get_rank()}').read_text()} steps")
+    run(how)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    (train if sys.argv[3] == "1" else steps)(sys.argv[1], Path(sys.argv[2]))
+    {"loss": by_loss, "trainer": by_trainer}[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))

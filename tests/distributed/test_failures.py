@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,14 +27,14 @@ ACCELERATE = [
 LAUNCHERS = {"torchrun": [*TORCHRUN, "--master-port"], "accelerate": [*ACCELERATE, "--main_process_port"]}
 
 
-def launch(launcher: str, how: str, folder: str, *, trains: bool) -> tuple[int, str]:
+def launch(launcher: str, by: str, how: str, folder: Path) -> tuple[int, str]:
     """Exit status and all that was printed. Whatever happens, nothing is left running."""
     command = [sys.executable, "-m", *LAUNCHERS[launcher], str(free_port()), "-m", "tests.distributed.failing"]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     process = subprocess.Popen(
-        [*command, how, folder, str(int(trains))],
+        [*command, by, how, str(folder)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -50,35 +51,29 @@ def launch(launcher: str, how: str, folder: str, *, trains: bool) -> tuple[int, 
     return process.returncode, output
 
 
-def taken(folder) -> list[str]:
-    """How many steps each process has taken."""
-    return [(folder / f"rank-{rank}").read_text() for rank in (0, 1)]
+# What the output says of the process's end; and what every process was told before it.
+WORDS = {
+    "raise": "ValueError: broken on purpose",
+    "memory": "can't allocate memory",
+    "kill": "exitcode *: -9",
+}
+TOLD = {
+    "loss": "embedding dimension: rank 0 has 4, rank 1 has 5",
+    "trainer": f"process 1: the text tower gave a NaN .* after {AT_STEP} steps",
+}
 
 
-@pytest.mark.parametrize(
-    ("how", "launcher", "trains", "words"),
-    [
-        ("memory", "torchrun", False, "can't allocate memory"),
-        ("kill", "torchrun", False, "exitcode *: -9"),
-        ("kill", "accelerate", True, "exitcode *: -9"),
-        ("raise", "accelerate", True, "ValueError: broken on purpose"),
-    ],
-)
-def test_one_process_ends_all_and_is_named(tmp_path, how, launcher, trains, words):
-    status, output = launch(launcher, how, str(tmp_path), trains=trains)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(("by", "how"), [("loss", "raise"), ("loss", "memory"), ("trainer", "kill")])
+def test_one_process_ends_all_and_is_named(tmp_path, launcher, by, how):
+    status, output = launch(launcher, by, how, tmp_path)
     assert status != 0
-    assert re.search(words, output), output
+    assert re.search(WORDS[how], output), output
     assert re.search(r"Root Cause[\s\S]*rank *: 1 \(local_rank: 1\)", output), output
-    # Before it happened every process had taken the steps, and none took a further one.
-    assert taken(tmp_path) == [str(AT_STEP)] * 2
-
-
-def test_nan_on_one_process_raises_on_every_one_before_the_step(tmp_path):
-    status, output = launch("torchrun", "nan", str(tmp_path), trains=True)
-    assert status != 0
     for rank in (0, 1):
-        assert re.search(rf"\[rank{rank}\]: FloatingPointError: process 1: the text tower gave a NaN", output), output
-    assert taken(tmp_path) == [str(AT_STEP)] * 2
+        assert re.search(TOLD[by], (tmp_path / f"told-{rank}").read_text())
+        # Before it happened every process had taken the steps, and none took a further one.
+        assert (tmp_path / f"steps-{rank}").read_text() == str(AT_STEP)
 
 
 def _one_stops(rank: int, world_size: int) -> None:
