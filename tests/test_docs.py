@@ -108,7 +108,7 @@ def test_options_in_commands_exist(page: Path) -> None:
         for line in text.replace("\\\n", " ").splitlines():
             for command, kinds in commands.items():
                 if command in line:
-                    known = {field.name for kind in kinds for field in dataclasses.fields(kind)} | {"config", "help"}
+                    known = {field.name for kind in kinds for field in dataclasses.fields(kind)} | {"config", "help", "help-all"}
                     assert set(re.findall(r" --(\w+)", line.split(command, 1)[1])) <= known, line
 
 

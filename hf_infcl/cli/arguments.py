@@ -1,7 +1,8 @@
-"""What a recipe says besides the training arguments: the data and the model."""
+"""What a recipe or a command says besides the training arguments: the data and the model."""
 
 import logging
 from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 logger = logging.getLogger(__name__)
 
@@ -9,23 +10,16 @@ AUTO_SPLIT = "auto"
 
 
 @dataclass
-class ScriptArguments:
-    """The data of a run.
+class DatasetArguments:
+    """Where a data set is, and how it is read.
 
     Args:
         dataset_name (`str`): Hub id, a local file or folder, or the built-in scenes: `sample:drawing`, `sample:photo`.
         dataset_config (`str`, *optional*): configuration of the data set.
         dataset_revision (`str`, *optional*): branch, tag or commit of the data set on the Hub.
-        dataset_train_split (`str`, defaults to `"train"`): split to train on.
-        dataset_test_split (`str`, defaults to `"auto"`): split to evaluate on; `none` for no evaluation, `auto` for
-            `test` where there is one.
-        dataset_streaming (`bool`, defaults to `False`): read the training split as a stream, without downloading it.
         image_root (`str`, *optional*): folder that relative image paths start from.
         delimiter (`str`, *optional*): separator of a CSV; by default the one its header has.
         encoding (`str`, *optional*): encoding of a text table; by default UTF-8 or what its byte-order mark says.
-        max_train_samples (`int`, *optional*): train on the first so many rows.
-        max_eval_samples (`int`, *optional*): evaluate on the first so many rows.
-        evaluate_base (`bool`, defaults to `True`): evaluate before training too, for the model card's comparison.
     """
 
     dataset_name: str = field(
@@ -34,14 +28,6 @@ class ScriptArguments:
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the data set."})
     dataset_revision: str | None = field(
         default=None, metadata={"help": "Branch, tag or commit of the data set on the Hub."}
-    )
-    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
-    dataset_test_split: str | None = field(
-        default=AUTO_SPLIT,
-        metadata={"help": "Split to evaluate on; none for no evaluation, auto for test where there is one."},
-    )
-    dataset_streaming: bool = field(
-        default=False, metadata={"help": "Read the training split as a stream, without downloading it."}
     )
     image_root: str | None = field(
         default=None, metadata={"help": "Folder that relative image paths start from (default: the table's own)."}
@@ -52,6 +38,30 @@ class ScriptArguments:
     encoding: str | None = field(
         default=None, metadata={"help": "Encoding of a text table (default: UTF-8, or by its byte-order mark)."}
     )
+
+
+@dataclass
+class ScriptArguments(DatasetArguments):
+    """The data of a run.
+
+    Args: those of `DatasetArguments`, and
+        dataset_train_split (`str`, defaults to `"train"`): split to train on.
+        dataset_test_split (`str`, defaults to `"auto"`): split to evaluate on; `none` for no evaluation, `auto` for
+            `test` where there is one.
+        dataset_streaming (`bool`, defaults to `False`): read the training split as a stream, without downloading it.
+        max_train_samples (`int`, *optional*): train on the first so many rows.
+        max_eval_samples (`int`, *optional*): evaluate on the first so many rows.
+        evaluate_base (`bool`, defaults to `True`): evaluate before training too, for the model card's comparison.
+    """
+
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    dataset_test_split: str | None = field(
+        default=AUTO_SPLIT,
+        metadata={"help": "Split to evaluate on; none for no evaluation, auto for test where there is one."},
+    )
+    dataset_streaming: bool = field(
+        default=False, metadata={"help": "Read the training split as a stream, without downloading it."}
+    )
     max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many rows."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first so many rows."})
     evaluate_base: bool = field(
@@ -61,10 +71,58 @@ class ScriptArguments:
     def __post_init__(self) -> None:
         if self.dataset_test_split is not None and self.dataset_test_split.lower() in ("none", "null", ""):
             self.dataset_test_split = None
-        for name in ("max_train_samples", "max_eval_samples"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; expected at least 1")
+        check_counts(self, "max_train_samples", "max_eval_samples")
+
+
+@dataclass
+class EmbeddingArguments(DatasetArguments):
+    """The data set that is embedded, and with what.
+
+    Args: those of `DatasetArguments`, and
+        model_name_or_path (`str`): Hub id or folder of a model, or of an adapter that names its base.
+        adapter (`str`, *optional*): Hub id or folder of an adapter to put on the model.
+        model_revision (`str`, *optional*): branch, tag or commit of `model_name_or_path`.
+        dtype (`str`, *optional*): dtype of the weights; by default the one they were saved in.
+        image_column (`str`, *optional*): column of the images; found by type where not given.
+        caption_column (`str`, *optional*): column of the captions; each of several captions an image counts.
+        on_bad_image (`str`, defaults to `"raise"`): what an unreadable picture means: `raise`, or `skip` it.
+        empty_captions (`str`, defaults to `"raise"`): what a row without a caption means: `raise`, or `drop`.
+        per_device_eval_batch_size (`int`, defaults to 64): pairs embedded at once; changes no result.
+        dataloader_num_workers (`int`, defaults to 0): processes that read and prepare images.
+    """
+
+    model_name_or_path: str = field(
+        kw_only=True, metadata={"help": "Hub id or folder of a model, or of an adapter that names its base."}
+    )
+    adapter: str | None = field(default=None, metadata={"help": "Hub id or folder of an adapter to put on the model."})
+    model_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the model."})
+    dtype: str | None = field(default=None, metadata={"help": "Dtype of the weights; by default as saved."})
+    image_column: str | None = field(default=None, metadata={"help": "Column of the images; found where not given."})
+    caption_column: str | None = field(
+        default=None, metadata={"help": "Column of the captions; each of several captions an image counts."}
+    )
+    on_bad_image: Literal["raise", "skip"] = field(
+        default="raise", metadata={"help": "What an unreadable picture means: raise, or skip to leave it out, counted."}
+    )
+    empty_captions: Literal["raise", "drop"] = field(
+        default="raise",
+        metadata={"help": "What a row without a caption means: raise, or drop to leave it out, counted."},
+    )
+    per_device_eval_batch_size: int = field(
+        default=64, metadata={"help": "Pairs embedded at once. The result does not depend on it."}
+    )
+    dataloader_num_workers: int = field(default=0, metadata={"help": "Processes that read and prepare images."})
+
+    def __post_init__(self) -> None:
+        check_counts(self, "per_device_eval_batch_size")
+
+
+def check_counts(arguments: Any, *names: str) -> None:
+    """Refuses counts below 1; None is no count."""
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; expected at least 1")
 
 
 @dataclass

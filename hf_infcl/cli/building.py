@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from hf_infcl.cli.arguments import AUTO_SPLIT
 
 if TYPE_CHECKING:
-    from hf_infcl.cli.arguments import ModelArguments, ScriptArguments
+    from hf_infcl.cli.arguments import DatasetArguments, ModelArguments, ScriptArguments
     from hf_infcl.trainer import InfCLConfig
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ def load_datasets(script_args: "ScriptArguments", training_args: "InfCLConfig") 
         ValueError: the split to evaluate on is not there, or `eval_strategy` asks for evaluations without one.
     """
     train = _split(script_args, training_args, script_args.dataset_train_split, script_args.dataset_streaming)
-    train = _first_rows(train, script_args.max_train_samples)
+    train = first_rows(train, script_args.max_train_samples)
     if script_args.dataset_test_split is None:
         if training_args.eval_strategy != "no":
             raise ValueError(
@@ -33,7 +33,7 @@ def load_datasets(script_args: "ScriptArguments", training_args: "InfCLConfig") 
             )
         return train, None
     test = _test_split(script_args, training_args, script_args.dataset_test_split)
-    return train, None if test is None else _first_rows(test, script_args.max_eval_samples)
+    return train, None if test is None else first_rows(test, script_args.max_eval_samples)
 
 
 def _test_split(script_args: "ScriptArguments", training_args: Any, wanted: str) -> Any:
@@ -69,30 +69,49 @@ def _splits_named_in(error: ValueError) -> str | None:
     return re.sub(r"['\"]", "", found[1]) if found else None
 
 
-def _split(script_args: "ScriptArguments", training_args: Any, split: str, streaming: bool) -> Any:
+def load_split(data: "DatasetArguments", split: str, **options: Any) -> Any:
+    """One split of the data set that a command names.
+
+    Args:
+        data: where it is, and how it is read.
+        split: which one, or a slice of it.
+        options: further ones of `load_image_text_dataset`, such as the columns.
+
+    Raises:
+        ValueError, OSError: as `load_image_text_dataset`.
+    """
     from hf_infcl.data import load_image_text_dataset
 
     return load_image_text_dataset(
-        script_args.dataset_name,
-        config=script_args.dataset_config,
+        data.dataset_name,
+        config=data.dataset_config,
         split=split,
-        revision=script_args.dataset_revision,
-        image_column=training_args.image_column,
-        caption_column=training_args.caption_column,
-        image_root=script_args.image_root,
-        delimiter=script_args.delimiter,
-        encoding=script_args.encoding,
-        on_bad_image=training_args.on_bad_image,
-        streaming=streaming,
+        revision=data.dataset_revision,
+        image_root=data.image_root,
+        delimiter=data.delimiter,
+        encoding=data.encoding,
+        **options,
     )
 
 
-def _first_rows(dataset: Any, count: int | None) -> Any:
+def first_rows(dataset: Any, count: int | None) -> Any:
+    """The first `count` rows of a table or a stream; all of them for None."""
     if count is None:
         return dataset
     if hasattr(dataset, "__len__"):
         return dataset.select(range(min(count, len(dataset))))
     return dataset.take(count)
+
+
+def _split(script_args: "ScriptArguments", training_args: Any, split: str, streaming: bool) -> Any:
+    return load_split(
+        script_args,
+        split,
+        image_column=training_args.image_column,
+        caption_column=training_args.caption_column,
+        on_bad_image=training_args.on_bad_image,
+        streaming=streaming,
+    )
 
 
 def model_init_kwargs(training_args: "InfCLConfig", model_args: "ModelArguments") -> dict[str, Any]:

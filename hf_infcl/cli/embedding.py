@@ -1,6 +1,10 @@
 """Embedding a data set with a model or an adapter: what `evaluate` and `mine` begin with."""
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hf_infcl.cli.arguments import EmbeddingArguments
+from hf_infcl.cli.building import first_rows, load_split
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,11 +44,11 @@ class ModelAndPairs(NamedTuple):
     device: Any
 
 
-def load_pairs(args: Any, *, split: str, max_samples: int | None) -> ModelAndPairs:
+def load_pairs(args: EmbeddingArguments, *, split: str, max_samples: int | None) -> ModelAndPairs:
     """Loads model and data: what can go wrong here is the command line's.
 
     Args:
-        args: the fields that `EvaluateArguments` and `MineArguments` share.
+        args: the data set and the model.
         split: of the data set.
         max_samples: take the first so many rows only; None: all.
 
@@ -55,7 +59,7 @@ def load_pairs(args: Any, *, split: str, max_samples: int | None) -> ModelAndPai
     from torch.utils.data import DataLoader
 
     from hf_infcl import load_dual_encoder
-    from hf_infcl.data import ImageTextCollator, ImageTextDataset, load_image_text_dataset
+    from hf_infcl.data import ImageTextCollator, ImageTextDataset
     from hf_infcl.models import family_of
 
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
@@ -63,18 +67,11 @@ def load_pairs(args: Any, *, split: str, max_samples: int | None) -> ModelAndPai
         args.model_name_or_path, adapter=args.adapter, revision=args.model_revision, dtype=args.dtype
     )
     model = model.to(device)
-    table = load_image_text_dataset(
-        args.dataset_name,
-        config=args.dataset_config,
-        split=split,
-        revision=args.dataset_revision,
-        image_column=args.image_column,
-        caption_column=args.caption_column,
-        image_root=args.image_root,
+    columns = {"image_column": args.image_column, "caption_column": args.caption_column}
+    table = first_rows(load_split(args, split, **columns, on_bad_image=args.on_bad_image), max_samples)
+    pairs = ImageTextDataset(
+        table, **columns, captions="expand", empty_captions=args.empty_captions, on_bad_image=args.on_bad_image
     )
-    if max_samples is not None:
-        table = table.select(range(min(max_samples, len(table))))
-    pairs = ImageTextDataset(table, args.image_column, args.caption_column, captions="expand")
     loader: Any = DataLoader(
         pairs,
         batch_size=args.per_device_eval_batch_size,
@@ -85,8 +82,14 @@ def load_pairs(args: Any, *, split: str, max_samples: int | None) -> ModelAndPai
 
 
 def embed_pairs(args: Any, *, split: str, max_samples: int | None) -> EmbeddedPairs:
-    """`embed` of what `load_pairs` loads."""
-    return embed(load_pairs(args, split=split, max_samples=max_samples))
+    """`embed` of what `load_pairs` loads.
+
+    Args:
+        args: has fields of `EmbeddingArguments`; those with a default may be lacking.
+        split, max_samples: see `load_pairs`.
+    """
+    given = {entry.name: getattr(args, entry.name) for entry in fields(EmbeddingArguments) if hasattr(args, entry.name)}
+    return embed(load_pairs(EmbeddingArguments(**given), split=split, max_samples=max_samples))
 
 
 def embed(loaded: ModelAndPairs) -> EmbeddedPairs:

@@ -5,31 +5,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_infcl.cli.arguments import EmbeddingArguments, check_counts
+
 if TYPE_CHECKING:
     from hf_infcl.cli.embedding import ModelAndPairs
 
 
 @dataclass
-class MineArguments:
+class MineArguments(EmbeddingArguments):
     """What is mined, with what, and what counts as a hard negative.
 
-    Args:
-        model_name_or_path (`str`): Hub id or folder of a model, or of an adapter that names its base.
-        dataset_name (`str`): Hub id, a local file or folder, or the built-in scenes: `sample:drawing`, `sample:photo`.
+    Args: those of `EmbeddingArguments`, and
         output_dir (`str`): folder to write to: a folder of parquet files for each direction, `report.json`, a README
             and `index.html`, a page of pictures.
-        adapter (`str`, *optional*): Hub id or folder of an adapter to put on the model.
-        model_revision (`str`, *optional*): branch, tag or commit of `model_name_or_path`.
-        dtype (`str`, *optional*): dtype of the weights; by default the one they were saved in.
-        dataset_config (`str`, *optional*): configuration of the data set.
-        dataset_revision (`str`, *optional*): branch, tag or commit of the data set.
         dataset_train_split (`str`, defaults to `"train"`): split to mine.
-        image_column (`str`, *optional*): column of the images; found by type where not given.
-        caption_column (`str`, *optional*): column of the captions; each of several captions an image is a pair.
-        image_root (`str`, *optional*): folder that relative image paths start from.
         max_train_samples (`int`, *optional*): mine the first so many rows only.
-        per_device_eval_batch_size (`int`, defaults to 64): pairs embedded at once; changes no result.
-        dataloader_num_workers (`int`, defaults to 0): processes that read and prepare images.
         direction (`str`, defaults to `"both"`): `image_to_text` (captions are the negatives), `text_to_image`, `both`.
         num_negatives (`int`, defaults to 3): negatives for each pair.
         range_min (`int`, defaults to 0): hardest candidates passed over.
@@ -41,27 +31,11 @@ class MineArguments:
         page_examples (`int`, defaults to 50): pairs of each direction on the page; 0 for no page.
     """
 
-    model_name_or_path: str = field(
-        metadata={"help": "Hub id or folder of a model, or of an adapter that names its base."}
+    output_dir: str = field(
+        kw_only=True, metadata={"help": "Folder to write the data set, the report and the page to."}
     )
-    dataset_name: str = field(
-        metadata={"help": "Hub id, a local file or folder, or the built-in scenes: sample:drawing, sample:photo."}
-    )
-    output_dir: str = field(metadata={"help": "Folder to write the data set, the report and the page to."})
-    adapter: str | None = field(default=None, metadata={"help": "Hub id or folder of an adapter to put on the model."})
-    model_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the model."})
-    dtype: str | None = field(default=None, metadata={"help": "Dtype of the weights; by default as saved."})
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the data set."})
-    dataset_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the data set."})
     dataset_train_split: str = field(default="train", metadata={"help": "Split to mine."})
-    image_column: str | None = field(default=None, metadata={"help": "Column of the images; found where not given."})
-    caption_column: str | None = field(
-        default=None, metadata={"help": "Column of the captions; each of several captions an image is a pair."}
-    )
-    image_root: str | None = field(default=None, metadata={"help": "Folder that relative image paths start from."})
     max_train_samples: int | None = field(default=None, metadata={"help": "Mine the first so many rows only."})
-    per_device_eval_batch_size: int = field(default=64, metadata={"help": "Pairs embedded at once."})
-    dataloader_num_workers: int = field(default=0, metadata={"help": "Processes that read and prepare images."})
     direction: str = field(
         default="both",
         metadata={"help": "image_to_text (captions are the negatives), text_to_image or both."},
@@ -80,6 +54,10 @@ class MineArguments:
     min_score: float | None = field(default=None, metadata={"help": "Leave out candidates below this score."})
     max_score: float | None = field(default=None, metadata={"help": "Leave out candidates above this score."})
     page_examples: int = field(default=50, metadata={"help": "Pairs of each direction on the page; 0: no page."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(self, "max_train_samples")
 
 
 def _options(args: MineArguments) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """One parser for the command line and for recipe files: `--config recipe.yaml --any_field value`."""
 
 import argparse
+import copy
 import dataclasses
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
@@ -23,6 +24,8 @@ class RecipeParser(HfArgumentParser):
 
     Args:
         dataclass_types: the dataclasses to fill, in the order in which `parse` returns them.
+        sections: a heading of the help, and the fields below it; by default all of them stand below one.
+        rare: fields that only `--help-all` shows.
         kwargs: passed to `argparse.ArgumentParser`.
 
     Example:
@@ -35,16 +38,33 @@ class RecipeParser(HfArgumentParser):
         0.0002
     """
 
-    def __init__(self, dataclass_types: Sequence[type], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        dataclass_types: Sequence[type],
+        *,
+        sections: Mapping[str, Iterable[str]] | None = None,
+        rare: Iterable[str] = (),
+        **kwargs: Any,
+    ) -> None:
+        self._kinds, self._rare = list(dataclass_types), set(rare)
+        fields = {field.name: field for kind in self._kinds for field in dataclasses.fields(kind) if field.init}
+        hints = {name: hint for kind in self._kinds for name, hint in get_type_hints(kind).items()}
+        self._types = {name: hints[name] for name in fields}
+        shown = [
+            dataclasses.make_dataclass(
+                "Section",
+                [(name, self._types[name], copy.copy(fields[name])) for name in names],
+                namespace={"_argument_group_name": heading},  # read by HfArgumentParser
+                kw_only=True,
+            )
+            for heading, names in (sections or {}).items()
+        ]
         # An abbreviation would hide a typing error: `--learning_rat 1` must not set the learning rate.
-        super().__init__(dataclass_types, allow_abbrev=False, **kwargs)
+        usage = "%(prog)s [--config RECIPE] [--FIELD VALUE ...]"
+        super().__init__(shown or self._kinds, allow_abbrev=False, usage=usage, **kwargs)
         self.add_argument("--config", metavar="RECIPE", help="YAML recipe; any field given here overrides it")
-        self._types = {
-            name: hint
-            for kind in self.dataclass_types
-            for name, hint in get_type_hints(kind).items()
-            if any(field.name == name and field.init for field in dataclasses.fields(kind))
-        }
+        if self._rare:
+            self.add_argument("--help-all", action="help", help=f"show {len(self._rare)} further fields too, and exit")
 
     def parse(self, args: Sequence[str] | None = None) -> tuple[Any, ...]:
         """Reads the recipe named by `--config`, lays the command line over it and builds the dataclasses.
@@ -61,12 +81,14 @@ class RecipeParser(HfArgumentParser):
         """
         args = list(sys.argv[1:] if args is None else args)
         if {"-h", "--help"} & set(args):
+            for action in self._actions:
+                action.help = argparse.SUPPRESS if action.dest in self._rare else action.help
             self.print_help()
             raise SystemExit(0)
         given = self._command_line(args)
         recipe = given.pop("config", None)
         values = {**(self._recipe(Path(recipe)) if recipe else {}), **given}
-        return tuple(self._build(kind, values) for kind in self.dataclass_types)
+        return tuple(self._build(kind, values) for kind in self._kinds)
 
     def error(self, message: str) -> NoReturn:
         """Raises instead of printing the usage: two hundred options would bury the message."""

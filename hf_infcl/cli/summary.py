@@ -27,6 +27,10 @@ def evaluate_command(
         "image_column": training_args.image_column,
         "caption_column": training_args.caption_column,
         "image_root": script_args.image_root,
+        "delimiter": script_args.delimiter,
+        "encoding": script_args.encoding,
+        "on_bad_image": None if training_args.on_bad_image == "raise" else training_args.on_bad_image,
+        "empty_captions": None if training_args.empty_captions == "raise" else training_args.empty_captions,
         "max_eval_samples": script_args.max_eval_samples,
     }
     words += [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]

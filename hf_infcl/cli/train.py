@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,13 +13,39 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+# Of the hundred fields that transformers' TrainingArguments bring along, those that runs usually set.
+USUAL_TRAINING_FIELDS = (
+    *("output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size"),
+    *("num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay"),
+    *("label_smoothing_factor", "bf16", "gradient_checkpointing", "dataloader_num_workers", "seed"),
+    *("logging_steps", "report_to", "eval_strategy", "eval_steps", "save_strategy", "save_steps", "save_total_limit"),
+    *("load_best_model_at_end", "metric_for_best_model", "resume_from_checkpoint", "push_to_hub", "hub_model_id"),
+)
+
+
 def make_parser(prog: str | None = None) -> "RecipeParser":
     """The parser of the command and of the recipe script: data, training and model arguments in one place."""
+    from transformers import TrainingArguments
+
     from hf_infcl.cli.arguments import ModelArguments, ScriptArguments
     from hf_infcl.cli.parser import RecipeParser
     from hf_infcl.trainer import InfCLConfig
 
-    return RecipeParser([ScriptArguments, InfCLConfig, ModelArguments], prog=prog)
+    inherited = [entry.name for entry in fields(TrainingArguments) if entry.init]
+    rare = [name for name in inherited if name not in USUAL_TRAINING_FIELDS]
+    return RecipeParser(
+        [ScriptArguments, InfCLConfig, ModelArguments],
+        sections={
+            "data": [entry.name for entry in fields(ScriptArguments)],
+            "model and adapter": [entry.name for entry in fields(ModelArguments)],
+            "contrastive training": [
+                entry.name for entry in fields(InfCLConfig) if entry.init and entry.name not in inherited
+            ],
+            "training, as in transformers.TrainingArguments": [*USUAL_TRAINING_FIELDS, *rare],
+        },
+        rare=rare,
+        prog=prog,
+    )
 
 
 def main(

@@ -25,3 +25,27 @@ def test_the_figures_are_the_trainers(tmp_path, batch_size, capsys):
     assert got == pytest.approx({name: want[f"eval_{name}"] for name in got})
     assert "mean_recall@5" in got
     assert "mean_recall@10" not in got
+
+
+def test_a_table_is_read_as_training_reads_it(tmp_path):
+    model = save_tiny("clip", tmp_path / "model")
+    lines = ["file_name;caption"]
+    for number, row in enumerate(load_image_text_dataset("sample:photo:4")):
+        row["image"].save(tmp_path / f"{number}.png")
+        lines.append(f"{number}.png;é, {row['caption']}")
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    lines += ["broken.png;a broken one", "0.png;"]
+    table = tmp_path / "pairs.csv"
+    table.write_text("\n".join(lines) + "\n", encoding="latin-1")
+    told = [
+        "--dataset_name",
+        str(table),
+        "--dataset_test_split",
+        "train",
+        "--output_file",
+        str(tmp_path / "metrics.json"),
+    ]
+    options = ["--delimiter", ";", "--encoding", "latin-1", "--on_bad_image", "skip", "--empty_captions", "drop"]
+    assert main(["evaluate", "--model_name_or_path", model, *told]) == 2
+    assert main(["evaluate", "--model_name_or_path", model, *told, *options]) == 0
+    assert json.loads((tmp_path / "metrics.json").read_text())["mean_recall@5"] == 1.0  # four pairs are left

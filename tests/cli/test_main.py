@@ -1,14 +1,19 @@
 """The command's own words and exit statuses; what it must not import."""
 
+import re
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
+from transformers import TrainingArguments
 
-from hf_infcl import __version__
+from hf_infcl import InfCLConfig, __version__
 from hf_infcl.cli import main
+from hf_infcl.cli.arguments import ModelArguments, ScriptArguments
 from hf_infcl.cli.env import environment
 from hf_infcl.cli.tables import print_metrics
+from hf_infcl.cli.train import USUAL_TRAINING_FIELDS
 
 
 @pytest.mark.parametrize(("args", "status"), [([], 2), (["--help"], 0), (["-h"], 0)])
@@ -62,6 +67,35 @@ def test_help_lists_the_options(command, capsys):
         main([command, "--help"])
     assert stop.value.code == 0
     assert "--" in capsys.readouterr().out
+
+
+def help_of(word, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", word])
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_begins_with_what_is_this_projects_and_leaves_the_rest_to_help_all(capsys):
+    short, whole = help_of("--help", capsys), help_of("--help-all", capsys)
+    sections = ("\ndata:", "\nmodel and adapter:", "\ncontrastive training:", "\ntraining, as in transformers")
+    assert [shown.index(section) for shown in (short, whole) for section in sections] == sorted(
+        short.index(section) for section in sections
+    ) + sorted(whole.index(section) for section in sections)
+    said = {
+        name: set(re.findall(r"^  --(\w+)", shown, re.MULTILINE)) for name, shown in (("-h", short), ("all", whole))
+    }
+    own = {entry.name for kind in (ScriptArguments, ModelArguments) for entry in fields(kind)}
+    inherited = {entry.name for entry in fields(TrainingArguments) if entry.init}
+    own |= {entry.name for entry in fields(InfCLConfig) if entry.init} - inherited
+    assert own | set(USUAL_TRAINING_FIELDS) <= said["-h"]
+    assert "adam_beta2" not in said["-h"]
+    assert own | inherited <= said["all"]
+    assert len(short.splitlines()) < 300 < len(whole.splitlines())
+
+
+def test_the_usual_fields_are_transformers_fields():
+    assert set(USUAL_TRAINING_FIELDS) <= {entry.name for entry in fields(TrainingArguments) if entry.init}
 
 
 def test_metrics_are_shown_side_by_side(capsys):

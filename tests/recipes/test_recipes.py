@@ -14,6 +14,9 @@ from huggingface_hub import ModelCard
 
 import hf_infcl
 from hf_infcl.cli import main as command_line
+from hf_infcl.cli.evaluate import EvaluateArguments
+from hf_infcl.cli.parser import RecipeParser
+from hf_infcl.cli.summary import evaluate_command
 from hf_infcl.cli.train import main, make_parser, run
 from tests.tiny import save_tiny
 
@@ -73,6 +76,15 @@ def test_a_recipe_run_writes_adapter_processor_card_and_curves(tmp_path):
     assert "8 pairs = 4 a micro-batch x 2 accumulated x 1 process" in card.text
     assert "sample:photo:16" in card.text
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] is None
+
+
+def test_the_next_command_reads_the_data_as_the_run_did():
+    parser = make_parser()
+    data = ["--delimiter", ";", "--encoding", "latin-1", "--on_bad_image", "skip", "--empty_captions", "drop"]
+    given = [word for name, value in GIVEN.items() for word in (f"--{name}", value)]
+    command = evaluate_command(*parser.parse([*given, *data, *HERE[2:]]), is_adapter=False)
+    (read,) = RecipeParser([EvaluateArguments]).parse(shlex.split(command)[2:])
+    assert (read.delimiter, read.encoding, read.on_bad_image, read.empty_captions) == (";", "latin-1", "skip", "drop")
 
 
 @pytest.mark.parametrize("adapter", [True, False], ids=["adapter", "whole model"])
