@@ -47,6 +47,19 @@ def test_selection_in_the_worst_orders(order):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("k", [65, 100, 600])
+@pytest.mark.parametrize("block_size", [None, 32, 256])
+def test_buffers_of_rows_that_differ(dtype, k, block_size):
+    """Every row has scores of its own that rise with the columns: buffers are cut many times, at different places."""
+    queries, keys = exact(200, 32, dtype), exact(8000, 32, dtype, 1)
+    keys *= (1 + torch.arange(8000, device="cuda")[:, None] // 2000).to(dtype)
+    expected = (queries.float() @ keys.float().T).sort(dim=1, descending=True, stable=True)
+    scores, indices, _ = hardest_negatives(queries, keys, k, block_size=block_size)
+    assert torch.equal(scores, expected.values[:, :k])
+    assert torch.equal(indices, expected.indices[:, :k])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("k", [4, 100])
 @pytest.mark.parametrize("with_bank", [False, True])
 def test_the_loss_matches_float64(dtype, k, with_bank):

@@ -95,6 +95,13 @@ def test_hard_orders(k, kind):
     assert_same(k, [(Side(x), Side(y, 1000))], 8, directions=(True, False))
 
 
+def test_buffers_of_rows_that_differ():
+    """More rows than a program's threads cover at once, of scores that rise, so that buffers are cut several times."""
+    x, y = integers(64, 8), integers(300, 8, seed=1)
+    y *= 1 + torch.arange(300, device=DEVICE)[:, None] // 16
+    assert_same(70, [(Side(x), Side(y, 1000))], 64, directions=(True, False), block_size=32)
+
+
 @pytest.mark.parametrize("k", [3, 70])
 def test_ceilings_and_no_pairs(k):
     rows, cols = sides(12, 64)

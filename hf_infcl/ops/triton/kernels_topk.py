@@ -171,6 +171,47 @@ def _number(key):
 
 
 @triton.jit
+def _ones(words):
+    """How many bits of 32-bit words are set; the compiler makes one instruction of it."""
+    v = words.to(tl.uint32)
+    v = v - ((v >> 1) & 0x55555555)
+    v = (v & 0x33333333) + ((v >> 2) & 0x33333333)
+    return ((((v + (v >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _places(chosen):
+    """The place of each chosen entry among its row's chosen ones, from 0 on, and how many each row has.
+
+    A row's at most 32 entries are the bits of a word, which is a plain sum: on a tile whose threads' layout repeats
+    along its rows, Triton 3.6's `tl.cumsum` gives wrong sums on the device.
+    """
+    bit = (1 << tl.arange(0, chosen.shape[1]))[None, :]
+    words = tl.sum(tl.where(chosen, bit, 0), 1)
+    return _ones(words[:, None] & (bit - 1)), _ones(words)
+
+
+@triton.jit
+def _append(u, col0, rows, n_rows, cut, cut_index, keys, indices, base, count):
+    """Appends the scores of a tile that beat their row's cut to the row's buffer, and returns the new counts."""
+    if u.shape[1] > 32:
+        half: tl.constexpr = u.shape[1] // 2
+        left, right = tl.split(tl.permute(tl.reshape(u, (u.shape[0], 2, half)), (0, 2, 1)))
+        count = _append(left, col0, rows, n_rows, cut, cut_index, keys, indices, base, count)
+        return _append(right, col0 + half, rows, n_rows, cut, cut_index, keys, indices, base, count)
+    else:
+        key = _key(u)
+        at = tl.broadcast_to((col0 + tl.arange(0, u.shape[1]))[None, :], u.shape)
+        better = (key > cut[:, None]) | ((key == cut[:, None]) & (at < cut_index[:, None]))
+        better = better & (u > float("-inf")) & (rows < n_rows)[:, None]
+        places, more = _places(better)
+        to = base[:, None] + count[:, None] + places
+        tl.store(keys + to, key, mask=better)
+        tl.store(indices + to, at, mask=better)
+        return count + more
+
+
+@triton.jit
 def _keep_best(keys, indices, base, count, k, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr):
     """Keeps the best k of each row's buffer, which starts at `base`, in place. Rows with fewer keep all.
 
@@ -224,11 +265,12 @@ def _keep_best(keys, indices, base, count, k, WIDTH: tl.constexpr, BLOCK_M: tl.c
         index = tl.load(indices + base[:, None] + at, mask=mask, other=NO_INDEX)
         tie = (key == low[:, None]) & (index <= limit[:, None])
         keep = mask & ((is_full == 0)[:, None] | (key > low[:, None]) | tie)
-        to = base[:, None] + kept[:, None] + tl.cumsum(keep.to(tl.int32), 1) - 1
+        places, more = _places(keep)
+        to = base[:, None] + kept[:, None] + places
         tl.debug_barrier()  # all of this part is read before its room is written to
         tl.store(keys + to, key, mask=keep)
         tl.store(indices + to, index, mask=keep)
-        kept += tl.sum(keep.to(tl.int32), 1)
+        kept += more
         cut_index = tl.maximum(cut_index, tl.max(tl.where(keep & tie, index, -1), 1))
     tl.debug_barrier()
     return kept, tl.where(is_full, low, LOWEST_KEY), tl.where(is_full, cut_index, NO_INDEX)
@@ -262,10 +304,11 @@ def topk_buffer_kernel(
             s = tl.load(scores + place, mask=mask, other=float("-inf"))
             index = tl.load(indices + place, mask=mask, other=-1)
             keep = index >= 0
-            to = base[:, None] + count[:, None] + tl.cumsum(keep.to(tl.int32), 1) - 1
+            places, more = _places(keep)
+            to = base[:, None] + count[:, None] + places
             tl.store(keys + to, _key(s), mask=keep)
             tl.store(key_indices + to, index.to(tl.int32), mask=keep)
-            count += tl.sum(keep.to(tl.int32), 1)
+            count += more
     highest = tl.zeros((BLOCK_M,), tl.float32)
     if CEILING:
         highest = tl.load(ceiling + rows, mask=rows < n_rows, other=0.0)
@@ -277,17 +320,10 @@ def topk_buffer_kernel(
                 x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, highest, row0, col0,
                 ID_COLUMNS, EXCLUDE_PAIRS, CEILING, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, USE_TMA,
             )  # fmt: skip
-            key = _key(u)
-            best = tl.max(key, 1)
+            best = _key(tl.max(u, 1))
             skips += (best < cut).to(tl.int32)
             if tl.max((best >= cut).to(tl.int32), 0) > 0:
-                at = tl.broadcast_to((offset + col0 + tl.arange(0, BLOCK_N))[None, :], (BLOCK_M, BLOCK_N))
-                better = (key > cut[:, None]) | ((key == cut[:, None]) & (at < cut_index[:, None]))
-                better = better & (u > float("-inf")) & (rows < n_rows)[:, None]
-                to = base[:, None] + count[:, None] + tl.cumsum(better.to(tl.int32), 1) - 1
-                tl.store(keys + to, key, mask=better)
-                tl.store(key_indices + to, at, mask=better)
-                count += tl.sum(better.to(tl.int32), 1)
+                count = _append(u, offset + col0, rows, n_rows, cut, cut_index, keys, key_indices, base, count)
         if (tl.max(count, 0) > CAPACITY - BLOCK_N) | (col0 >= n_cols):
             count, cut, cut_index = _keep_best(keys, key_indices, base, count, k, WIDTH, BLOCK_M)
     for start in range(0, k, WIDTH):
