@@ -116,7 +116,7 @@ def hard_negative_forward(
     found: list[Tensor] = []
     for best in (row_best, col_best):
         if best is None:
-            found += [s.new_empty(0)] * 3
+            found += [s.new_empty(0) for _ in range(3)]  # an operator's outputs must not be each other
             continue
         stats = selected_statistics(positive, best, s, spec.rule)
         sums += torch.stack([stats.losses(s, spec.rule).sum().double(), *_counts(best, positive)])
@@ -294,7 +294,7 @@ def hard_negative_loss(
     if not torch.compiler.is_compiling():
         return _hard_negative_loss(images, texts, scale, ids, banks, spec)
     if World.of(spec.group).is_alone:
-        from hf_infcl.ring.compiled_hard_negatives import compiled_hard_negative_loss
+        from hf_infcl.ring.compiled import compiled_hard_negative_loss
 
         return compiled_hard_negative_loss(images, texts, scale, ids, banks, spec)
     # Messages between processes are no part of a graph.
