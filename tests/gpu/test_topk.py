@@ -60,6 +60,21 @@ def test_buffers_of_rows_that_differ(dtype, k, block_size):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("k", [1, 32, 64, 65, 256])
+def test_a_first_sweep_leaves_the_result_as_it_is(dtype, k, monkeypatch):
+    from hf_infcl.ops.triton import topk
+
+    monkeypatch.setattr(topk, "sweeps_twice", lambda *_: True)
+    queries, keys = exact(300, 64, dtype), exact(20_000, 64, dtype, 1)
+    expected = (queries.float() @ keys.float().T).sort(dim=1, descending=True, stable=True)
+    scores, indices, stats = hardest_negatives(queries, keys, k)
+    assert torch.equal(scores, expected.values[:, :k])
+    assert torch.equal(indices, expected.indices[:, :k])
+    if k == 1:  # all blocks but those of the highest score
+        assert stats["row_skip_ratio"] > 0.8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("k", [4, 100])
 @pytest.mark.parametrize("with_bank", [False, True])
 def test_the_loss_matches_float64(dtype, k, with_bank):

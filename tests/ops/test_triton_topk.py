@@ -102,6 +102,45 @@ def test_buffers_of_rows_that_differ():
     assert_same(70, [(Side(x), Side(y, 1000))], 64, directions=(True, False), block_size=32)
 
 
+@pytest.fixture
+def first_sweep(monkeypatch):
+    from hf_infcl.ops.triton import topk
+
+    monkeypatch.setattr(topk, "sweeps_twice", lambda *_: True)
+    monkeypatch.setattr(topk, "_TILES_PER_SEGMENT", 1)
+    monkeypatch.setattr(topk, "_NARROWEST", 8)
+    monkeypatch.setattr(topk, "_MAXIMA", 1)
+
+
+@pytest.mark.parametrize(("k", "m"), [(1, 150), (6, 150), (70, 600)])
+def test_a_first_sweep_leaves_the_result_as_it_is(k, m, first_sweep):
+    """Of integers many equal the bound that it finds; ids and ceilings leave some rows with less than k blocks."""
+    rows, cols = sides(16, m, 5, 1)
+    ceilings = torch.linspace(-6, 8, 16, device=DEVICE).round(), torch.linspace(-6, 8, m, device=DEVICE).round()
+    assert_same(k, [(rows, cols)], 16, directions=(True, k < 70), ceilings=ceilings)
+    blocks = [(rows, cols[slice(50, m)]), (rows, cols[slice(0, 50)])]
+    assert_same(k, blocks, 16, directions=(True, False), block_size=32)
+
+
+@pytest.mark.parametrize("k", [2, 66])
+def test_a_first_sweep_leaves_k_blocks_a_row(k, first_sweep):
+    generator = torch.Generator().manual_seed(0)
+    width, blocks = 64 if k == 2 else 32, 10 if k == 2 else 280
+    x, y = (torch.randn(n, 8, generator=generator).to(DEVICE) for n in (8, blocks * width))
+    best = TopK.empty(8, k, device=DEVICE, dtype=torch.float32)
+    block_topk(Engine.of(x, "triton", "ieee", width), Side(x), Side(y), best, None, exclude_pairs=False)
+    assert best.skip_ratio.item() == pytest.approx(1 - k / blocks)
+
+
+def test_a_first_sweep_pays_for_many_negatives_and_short_embeddings():
+    from hf_infcl.ops.triton.topk import sweeps_twice
+
+    assert not sweeps_twice(32, 65_536, 16)
+    assert not sweeps_twice(256, 65_536, 512)
+    assert sweeps_twice(1000, 65_536, 16)
+    assert not sweeps_twice(1000, 10_000, 16)  # too few blocks
+
+
 @pytest.mark.parametrize("k", [3, 70])
 def test_ceilings_and_no_pairs(k):
     rows, cols = sides(12, 64)

@@ -1,5 +1,6 @@
 """The top-k sweep's chunk functions on Triton; the same meaning as `hf_infcl.ops.torch_topk`."""
 
+import math
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from hf_infcl.ops.chunks import parts
 from hf_infcl.ops.sides import Rule, Side
 from hf_infcl.ops.topk import Links, TopK
 from hf_infcl.ops.triton.configs import TileConfig
-from hf_infcl.ops.triton.kernels_topk import link_kernel, merge_kernel, topk_buffer_kernel, topk_kernel
+from hf_infcl.ops.triton.kernels_topk import link_kernel, maxima_kernel, merge_kernel, topk_kernel
+from hf_infcl.ops.triton.kernels_topk_buffer import topk_buffer_kernel
 from hf_infcl.ops.triton.launch import Tiles, operand
 
 _LARGEST_IN_REGISTERS = 64
@@ -22,6 +24,13 @@ _TILES_PER_SEGMENT = 8
 _BUFFER_ROWS = 32_768  # at k = 256: 128 MiB of buffers
 _BUFFER_ENTRIES = 2**27  # 1 GiB, which bounds the rows at very large k
 _MAX_INDEX = 2**31 - 2**16
+# A cut: a pass for the range, about 16 halvings on random scores (32 at most), one that moves what stays.
+_PASSES_PER_CUT = 18
+# What is counted in multiply-adds of a product: a pass's visit to one entry of a buffer, and the part in a `torch.topk`
+# of one column's share of its block's maximum.
+_VISIT, _MAXIMUM = 40, 64
+_NARROWEST = 32  # columns of a block whose maximum is kept
+_MAXIMA = 2**24  # 64 MiB of block maxima at a time
 # Three programs of 128 threads share a multiprocessor's 65,536 registers, so that two selections overlap with one
 # product; the compiler spills 24 bytes at k = 8 and 272 at k = 32 for it. At k = 64 it would spill too much.
 _REGISTERS = 168
@@ -84,6 +93,54 @@ def _tiles(anchors: Side, others: Side, k: int, precision: str, block_size: int 
     return Tiles.of("topk", anchors, others, Rule("mask"), precision, chosen)
 
 
+def sweeps_twice(k: int, n_cols: int, depth: int) -> bool:
+    """Whether a first sweep for bounds pays: it costs a product, and saves all cuts of a buffer but the last.
+
+    Without bounds a buffer, half as large again as k, is full whenever the columns seen have grown by half. For a k in
+    registers the sweep never pays: the insertions it saves cost less than a product.
+    """
+    if k <= _LARGEST_IN_REGISTERS or n_cols < 2 * k * _NARROWEST:
+        return False
+    cuts = math.log(n_cols / (1.5 * k)) / math.log(1.5)
+    return cuts * _PASSES_PER_CUT * 1.5 * k * _VISIT > n_cols * (depth + _MAXIMUM)
+
+
+def _bounds(
+    anchors: Side,
+    others: Side,
+    k: int,
+    exclude_pairs: bool,
+    ceiling: Tensor | None,
+    precision: str,
+    block_size: int | None,
+) -> Tensor | None:
+    """(n,) the k-th largest of every row's block maxima, which at least k of its candidates reach; None: not worth it.
+
+    A block has as many columns as a tile, or fewer where that would leave less than four blocks for each of the k.
+    """
+    n, n_cols = len(anchors), len(others)
+    sub = _config(anchors.embeds.device, anchors.embeds.dtype, k, block_size).block_n
+    while sub > _NARROWEST and n_cols < 4 * k * sub:
+        sub //= 2
+    blocks = triton.cdiv(n_cols, sub)
+    if blocks < k or not sweeps_twice(k, n_cols, anchors.embeds.shape[1]):
+        return None
+    bounds = torch.empty(n, device=anchors.embeds.device, dtype=torch.float32)
+    for part in parts(n, max(_MAXIMA // blocks // 64, 1) * 64):
+        tiles = _tiles(anchors[part], others, k, precision, block_size)
+        segment = triton.cdiv(tiles.tiles_n, max(_WAVES * tiles.processors // tiles.tiles_m, 1)) * tiles.config.block_n
+        maxima = torch.empty(len(bounds[part]), blocks, device=bounds.device, dtype=torch.float32)
+        maxima_kernel[(tiles.tiles_m, triton.cdiv(n_cols, segment))](
+            **_arguments(tiles, exclude_pairs, None if ceiling is None else ceiling[part]),
+            maxima=maxima,
+            n_blocks=blocks,
+            segment=segment,
+            SUB=sub,
+        )
+        torch.amin(maxima.topk(k, dim=1, sorted=False).values, 1, out=bounds[part])
+    return bounds
+
+
 def _count(best: TopK, skipped: Tensor, met: int) -> None:
     best.counts[0] += skipped.sum()
     best.counts[1] += met
@@ -110,6 +167,7 @@ def _offer_in_registers(
         scores = torch.empty(n, segments * k, device=best.scores.device, dtype=torch.float32)
         indices = torch.empty(n, segments * k, device=best.scores.device, dtype=torch.int64)
     skipped = torch.empty(tiles.tiles_m * segments, device=scores.device, dtype=torch.int32)
+    bounds = _bounds(anchors, others, k, exclude_pairs, ceiling, precision, block_size)
     few = {"maxnreg": _REGISTERS} if slots <= 32 and tiles.arguments["USE_TMA"] else {}
     topk_kernel[(tiles.tiles_m, segments)](
         **_arguments(tiles, exclude_pairs, ceiling),
@@ -120,7 +178,9 @@ def _offer_in_registers(
         k=k,
         segment=segment,
         skipped=skipped,
+        bounds=bounds,
         LOAD=segments == 1,
+        BOUNDED=bounds is not None,
         K=slots,
         **few,
     )
@@ -142,10 +202,11 @@ def _offer_in_buffers(
     precision: str,
     block_size: int | None,
 ) -> None:
-    width = 32
+    width = 64  # what a pass reads of a row at a time: enough loads in flight, and no spills
     block_n = _config(anchors.embeds.device, anchors.embeds.dtype, best.k, block_size).block_n
-    # Half as much again as k before a buffer is cut back, which costs about 35 passes over it.
+    # Half as much again as k before a buffer is cut back.
     capacity = triton.cdiv(best.k + max(best.k // 2, 2 * block_n), width) * width
+    bounds = _bounds(anchors, others, best.k, exclude_pairs, ceiling, precision, block_size)
     for part in parts(len(anchors), min(_BUFFER_ROWS, max(_BUFFER_ENTRIES // capacity // 64, 1) * 64)):
         tiles = _tiles(anchors[part], others, best.k, precision, block_size)
         block_m = tiles.config.block_m
@@ -161,9 +222,11 @@ def _offer_in_buffers(
             offset=others.offset,
             k=best.k,
             skipped=skipped,
+            bounds=None if bounds is None else bounds[part],
             keys=buffers[0],
             key_indices=buffers[1],
             LOAD=True,
+            BOUNDED=bounds is not None,
             CAPACITY=capacity,
             WIDTH=width,
         )
