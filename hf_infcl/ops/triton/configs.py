@@ -16,8 +16,7 @@ class TileConfig:
         block_m, block_n, block_k: rows, columns and depth of a tile.
         warps, stages: Triton's num_warps and num_stages.
         group: how many rows of tiles are walked together for the sake of L2.
-        copy_engine: operands and G by bulk tensor copies where the chip has them. Their descriptors cost the host some
-            10 us a launch.
+        persistent: one program per multiprocessor that walks over the tiles, its loads running ahead of the epilogue.
     """
 
     block_m: int
@@ -26,7 +25,7 @@ class TileConfig:
     warps: int
     stages: int
     group: int = 8
-    copy_engine: bool = True
+    persistent: bool = False
 
 
 @cache
