@@ -293,6 +293,8 @@ def run(args: Sequence[str] | None = None) -> int:
     Returns:
         The exit status, 0.
     """
+    from hf_infcl.cli.errors import run_command
+
     parser = argparse.ArgumentParser("hf-infcl demo", description=__doc__.split("\n\n")[1])
     parser.add_argument("--output_dir", default="demo-output", help="folder for the base and the adapter")
     parser.add_argument("--seed", type=int, default=0)
@@ -301,5 +303,4 @@ def run(args: Sequence[str] | None = None) -> int:
     # times as long when anything else runs on the two cores (measured: 5.0 s against 0.9 s).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     warnings.simplefilter("ignore", FutureWarning)
-    report(run_demo(parsed.output_dir, parsed.seed))
-    return 0
+    return run_command(parser.prog, lambda: (parsed.output_dir, parsed.seed), lambda *told: report(run_demo(*told)))

@@ -67,7 +67,7 @@ def load_pairs(args: EmbeddingArguments, *, split: str, max_samples: int | None)
         args.model_name_or_path, adapter=args.adapter, revision=args.model_revision, dtype=args.dtype
     )
     model = model.to(device)
-    columns = {"image_column": args.image_column, "caption_column": args.caption_column}
+    columns: dict[str, Any] = {"image_column": args.image_column, "caption_column": args.caption_column}
     table = first_rows(load_split(args, split, **columns, on_bad_image=args.on_bad_image), max_samples)
     pairs = ImageTextDataset(
         table, **columns, captions="expand", empty_captions=args.empty_captions, on_bad_image=args.on_bad_image

@@ -42,9 +42,13 @@ def main(args: EvaluateArguments) -> dict[str, float]:
     Returns:
         The dictionary of `retrieval_metrics`.
     """
+    return _measure(*_prepare(args))
+
+
+def _prepare(args: EvaluateArguments) -> tuple[EvaluateArguments, "ModelAndPairs"]:
     from hf_infcl.cli.embedding import load_pairs
 
-    return _measure(args, load_pairs(args, split=args.dataset_test_split, max_samples=args.max_eval_samples))
+    return args, load_pairs(args, split=args.dataset_test_split, max_samples=args.max_eval_samples)
 
 
 def _measure(args: EvaluateArguments, loaded: "ModelAndPairs") -> dict[str, float]:
@@ -55,24 +59,28 @@ def _measure(args: EvaluateArguments, loaded: "ModelAndPairs") -> dict[str, floa
     return dataset_retrieval_metrics(embedded.image_embeds, embedded.text_embeds, embedded.ids, ks=args.ks)
 
 
+def _show(args: EvaluateArguments, loaded: "ModelAndPairs") -> None:
+    from hf_infcl.cli.tables import print_metrics
+
+    metrics = _measure(args, loaded)
+    print_metrics({args.adapter or args.model_name_or_path: metrics})
+    if args.output_file is not None:
+        Path(args.output_file).write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+
+
 def run(args: Sequence[str] | None = None, prog: str = "hf-infcl evaluate") -> int:
     """Parses a command line, measures, prints a table and writes the metrics where asked to.
 
     Returns:
         The exit status: 2 where command line, model or data cannot be used, else 0.
     """
-    from hf_infcl.cli.embedding import load_pairs
-    from hf_infcl.cli.errors import report_error
+    from hf_infcl.cli.errors import run_command
     from hf_infcl.cli.parser import RecipeParser
-    from hf_infcl.cli.tables import print_metrics
 
-    try:
+    def prepare() -> tuple[EvaluateArguments, "ModelAndPairs"]:
         (parsed,) = RecipeParser([EvaluateArguments], prog=prog).parse(args)
-        loaded = load_pairs(parsed, split=parsed.dataset_test_split, max_samples=parsed.max_eval_samples)
-    except (ValueError, OSError) as error:
-        return report_error(prog, error)
-    metrics = _measure(parsed, loaded)
-    print_metrics({parsed.adapter or parsed.model_name_or_path: metrics})
-    if parsed.output_file is not None:
-        Path(parsed.output_file).write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
-    return 0
+        if parsed.output_file is not None:
+            Path(parsed.output_file).parent.mkdir(parents=True, exist_ok=True)
+        return _prepare(parsed)
+
+    return run_command(prog, prepare, _show)

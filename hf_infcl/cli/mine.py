@@ -74,9 +74,17 @@ def main(args: MineArguments) -> dict[str, dict[str, float]]:
     Returns:
         By direction, the report of `mine_hard_negatives`.
     """
-    from hf_infcl.cli.embedding import load_pairs
+    return _mine(*_prepare(args))
 
-    return _mine(args, load_pairs(args, split=args.dataset_train_split, max_samples=args.max_train_samples))
+
+def _prepare(args: MineArguments) -> tuple[MineArguments, "ModelAndPairs"]:
+    from hf_infcl.cli.embedding import load_pairs
+    from hf_infcl.evaluation.mining import check_mining_options
+    from hf_infcl.evaluation.mining_output import directions_of
+
+    for direction in directions_of(args.direction):
+        check_mining_options(direction, **_options(args))
+    return args, load_pairs(args, split=args.dataset_train_split, max_samples=args.max_train_samples)
 
 
 def _mine(args: MineArguments, loaded: "ModelAndPairs") -> dict[str, dict[str, float]]:
@@ -107,28 +115,25 @@ def _mine(args: MineArguments, loaded: "ModelAndPairs") -> dict[str, dict[str, f
     return reports
 
 
+def _show(args: MineArguments, loaded: "ModelAndPairs") -> None:
+    for direction, report in _mine(args, loaded).items():
+        found = f"{report['pairs_with_negatives']} of {report['pairs']} pairs, {report['candidates']} candidates"
+        scores = f"{report['mean_hardest_score']:.3f} against {report['mean_positive_score']:.3f} of the positive"
+        print(f"{direction.replace('_', ' ')}: {found}; mean score of the hardest {scores}")
+    print(f"written to {args.output_dir}")
+
+
 def run(args: Sequence[str] | None = None, prog: str = "hf-infcl mine") -> int:
     """Parses a command line, mines, and prints a table of what was found.
 
     Returns:
         The exit status: 2 where command line, model or data cannot be used, else 0.
     """
-    from hf_infcl.cli.embedding import load_pairs
-    from hf_infcl.cli.errors import report_error
+    from hf_infcl.cli.errors import run_command
     from hf_infcl.cli.parser import RecipeParser
-    from hf_infcl.evaluation.mining import check_mining_options
-    from hf_infcl.evaluation.mining_output import directions_of
 
-    try:
+    def prepare() -> tuple[MineArguments, "ModelAndPairs"]:
         (parsed,) = RecipeParser([MineArguments], prog=prog).parse(args)
-        for direction in directions_of(parsed.direction):
-            check_mining_options(direction, **_options(parsed))
-        loaded = load_pairs(parsed, split=parsed.dataset_train_split, max_samples=parsed.max_train_samples)
-    except (ValueError, OSError) as error:
-        return report_error(prog, error)
-    for direction, report in _mine(parsed, loaded).items():
-        found = f"{report['pairs_with_negatives']} of {report['pairs']} pairs, {report['candidates']} candidates"
-        scores = f"{report['mean_hardest_score']:.3f} against {report['mean_positive_score']:.3f} of the positive"
-        print(f"{direction.replace('_', ' ')}: {found}; mean score of the hardest {scores}")
-    print(f"written to {parsed.output_dir}")
-    return 0
+        return _prepare(parsed)
+
+    return run_command(prog, prepare, _show)

@@ -154,5 +154,6 @@ class RecipeParser(HfArgumentParser):
                 raise RecipeError(f"{field.name} is missing: give --{field.name} or put it into the recipe")
         try:
             return kind(**{field.name: values[field.name] for field in fields if field.name in values})
-        except ValueError as error:  # what the dataclass itself refuses
+        # What the dataclass itself refuses, and what the classes refuse that it makes of its dictionaries.
+        except (ValueError, TypeError) as error:
             raise RecipeError(str(error)) from error

@@ -146,14 +146,12 @@ def run(args: Sequence[str] | None = None, prog: str = "hf-infcl train") -> int:
 
     Returns:
         The exit status: 2 where command line, recipe, data or model cannot be followed, else 0. What fails once the
-        training runs keeps its traceback.
+        training runs keeps its traceback, unless it is a picture, a caption, the memory or the Hub.
     """
-    from hf_infcl.cli.errors import report_error
+    from hf_infcl.cli.errors import run_command
 
-    try:
+    def prepare() -> tuple["InfCLTrainer", str | None, "ScriptArguments", "ModelArguments"]:
         script_args, training_args, model_args = make_parser(prog).parse(args)
-        trainer, checkpoint = build(script_args, training_args, model_args)
-    except (ValueError, OSError) as error:
-        return report_error(prog, error)
-    fine_tune(trainer, checkpoint, script_args, model_args)
-    return 0
+        return *build(script_args, training_args, model_args), script_args, model_args
+
+    return run_command(prog, prepare, fine_tune)

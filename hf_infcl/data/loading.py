@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import tarfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -184,6 +185,16 @@ def _joined(
 
 
 def _by_datasets(path: Path, config: str | None, split: str, streaming: bool) -> Any:
+    import pyarrow as pa
+    from datasets.exceptions import DatasetsError
+
+    try:
+        return _built(path, config, split, streaming)
+    except (pa.ArrowException, tarfile.TarError, DatasetsError) as error:
+        raise ValueError(f"{path} is damaged or of another kind than its name says: {error}") from error
+
+
+def _built(path: Path, config: str | None, split: str, streaming: bool) -> Any:
     from datasets import load_dataset
 
     if path.is_dir():

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from json import JSONDecodeError
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from peft import PeftConfig, get_peft_model_state_dict
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoProcessor
 from transformers.utils import cached_file
@@ -99,6 +102,26 @@ def explain_absence(location: str) -> Iterator[None]:
         raise OSError(f"{location!r} is neither a folder here nor to be had from the Hub ({reason})") from error
 
 
+@contextmanager
+def explain_damage(location: str) -> Iterator[None]:
+    """Says of weights and a configuration that cannot be loaded, or not together, where they lie, by a ValueError."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(
+            f"the weights in {location!r} are damaged or incomplete ({error}); copy or download them again"
+        ) from error
+    except StrictDataclassError as error:
+        raise ValueError(f"the config.json of {location!r} has a value that cannot be: {error}") from error
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ValueError(
+            f"the weights in {location!r} do not fit its config.json: some have another shape than it says (listed in "
+            "the log)"
+        ) from error
+
+
 def _find(location: str, file: str, revision: str | None) -> str | None:
     """Returns the local path of a repository's file, or None where there is none."""
     with explain_absence(location):
@@ -113,12 +136,19 @@ def _find(location: str, file: str, revision: str | None) -> str | None:
 
 
 def _base_of(adapter: str, revision: str | None) -> tuple[str, str | None]:
-    config = PeftConfig.from_pretrained(adapter, revision=revision)
+    config = _adapter_config(adapter, revision)
     if not config.base_model_name_or_path:
         raise ValueError(
             f"the adapter {adapter!r} does not say which model it belongs to; name it: {_naming_base(adapter)}"
         )
     return config.base_model_name_or_path, config.revision
+
+
+def _adapter_config(adapter: str, revision: str | None) -> PeftConfig:
+    try:
+        return PeftConfig.from_pretrained(adapter, revision=revision)
+    except JSONDecodeError as error:
+        raise ValueError(f"{CONFIG_NAME} of the adapter {adapter!r} is damaged or incomplete ({error})") from error
 
 
 def _naming_base(adapter: str) -> str:
@@ -140,7 +170,7 @@ def _load_base(base: str, revision: str | None, dtype: Any, device_map: Any, ada
     """Loads the base, which `adapter` named unless the caller did."""
     options = {"revision": revision, "trust_remote_code": False}
     try:
-        with explain_absence(base):
+        with explain_absence(base), explain_damage(base):
             config = AutoConfig.from_pretrained(base, **options)
     except OSError as error:
         if adapter is None:
@@ -154,7 +184,8 @@ def _load_base(base: str, revision: str | None, dtype: Any, device_map: Any, ada
         options["dtype"] = dtype
     if device_map is not None:
         options["device_map"] = device_map
-    return AutoModel.from_pretrained(base, config=config, use_safetensors=True, **options)
+    with explain_damage(base):
+        return AutoModel.from_pretrained(base, config=config, use_safetensors=True, **options)
 
 
 def _load_processor(location: str | None, revision: str | None) -> Any:
@@ -162,7 +193,10 @@ def _load_processor(location: str | None, revision: str | None) -> Any:
         return None
     if not any(_find(location, file, revision) for file in ("processor_config.json", "preprocessor_config.json")):
         return None
-    return AutoProcessor.from_pretrained(location, revision=revision, trust_remote_code=False)
+    try:
+        return AutoProcessor.from_pretrained(location, revision=revision, trust_remote_code=False)
+    except JSONDecodeError as error:
+        raise ValueError(f"a file of the processor in {location!r} is damaged or incomplete ({error})") from error
 
 
 def _choose_processor(adapter: str | None, adapter_revision: str | None, base: str, revision: str | None) -> Any:
@@ -195,7 +229,7 @@ def _add_adapter(model: Any, name: str, adapter: str, revision: str | None) -> n
     if isinstance(model, DualEncoderPeftModel):
         model.load_adapter(adapter, name, **options)
         return model
-    config = PeftConfig.from_pretrained(adapter, revision=revision)
+    config = _adapter_config(adapter, revision)
     # With a task, PEFT would wrap the model in a class that calls it as a language model.
     config.task_type = None
     return DualEncoderPeftModel.from_pretrained(model, adapter, adapter_name=name, config=config, **options)

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,13 +74,18 @@ def complete_lora_config(model: nn.Module, config: Any, towers: Sequence[str] = 
         towers: the towers that are to be adapted; one that is kept frozen needs no target.
 
     Raises:
-        ValueError: as `check_lora_targets` does.
+        ValueError: as `check_lora_targets` does, and for a pattern that is no regular expression.
     """
     config = copy.deepcopy(config)
     if config.task_type is not None:
         logger.warning("task_type=%s is left out: a dual encoder is trained and called without one", config.task_type)
         config.task_type = None
     targets = getattr(config, "target_modules", None)
+    if isinstance(targets, str):
+        try:
+            re.compile(targets)
+        except re.error as error:
+            raise ValueError(f"LoRA target_modules {targets!r} is no regular expression: {error}") from error
     if targets == "all-linear" or (targets is None and not getattr(config, "target_parameters", None)):
         config.target_modules = set(lora_target_modules(model, towers))
     new = [name for name in modules_to_save(model) if not check_target_module_exists(config, name)]

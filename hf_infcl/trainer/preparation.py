@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModel, AutoProcessor, PreTrainedModel
 
 from hf_infcl.hub import DualEncoderPeftModel
-from hf_infcl.hub.loading import expand_home, explain_absence
+from hf_infcl.hub.loading import expand_home, explain_absence, explain_damage
 from hf_infcl.models import (
     Family,
     complete_lora_config,
@@ -47,8 +47,13 @@ def load_model(name_or_path: str, model_init_kwargs: Any = None) -> PreTrainedMo
         OSError, ValueError: nothing can be loaded from there.
     """
     location = expand_home(name_or_path)
-    with explain_absence(location):
-        return AutoModel.from_pretrained(location, **{"dtype": torch.float32, **(model_init_kwargs or {})})
+    with explain_absence(location), explain_damage(location):
+        try:
+            return AutoModel.from_pretrained(location, **{"dtype": torch.float32, **(model_init_kwargs or {})})
+        except TypeError as error:
+            if "unexpected keyword argument" not in str(error):
+                raise
+            raise ValueError(f"model_init_kwargs={model_init_kwargs!r}: {error}") from error
 
 
 def load_processor(model: nn.Module, name_or_path: str | None, model_init_kwargs: Any = None) -> Any:
@@ -63,7 +68,8 @@ def load_processor(model: nn.Module, name_or_path: str | None, model_init_kwargs
         return AutoProcessor.from_pretrained(source, **kept)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"no processor could be loaded from {source!r}, where the model came from; pass processing_class"
+            f"no processor could be loaded from {source!r}, where the model came from; pass processing_class "
+            f"({' '.join(str(error).split())})"
         ) from error
 
 

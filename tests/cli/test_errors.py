@@ -1,9 +1,12 @@
-"""What a user got wrong is one line and exit status 2; what breaks in the training keeps its traceback."""
+"""What a user got wrong is one line and exit status 2; what is wrong here keeps its traceback and asks for a report."""
+
+import json
 
 import pytest
 
 from hf_infcl import InfCLTrainer
 from hf_infcl.cli import main
+from hf_infcl.data import sample_dataset
 from tests.tiny import save_tiny
 
 
@@ -14,7 +17,7 @@ def options(tmp_path, **changes):
 
 def train_options(tmp_path, **changes):
     run = {"output_dir": tmp_path / "out", "per_device_train_batch_size": 4, "max_steps": 1, "use_cpu": True}
-    return options(tmp_path, **run, report_to="none", evaluate_base=False, **changes)
+    return options(tmp_path, **{**run, "report_to": "none", "evaluate_base": False, **changes})
 
 
 @pytest.mark.parametrize(
@@ -28,6 +31,11 @@ def train_options(tmp_path, **changes):
         ("evaluate", {"dataset_name": "./nowhere"}, "no such file or folder"),
         ("evaluate", {"model_name_or_path": "./nowhere"}, "nowhere"),
         ("mine", {"caption_column": "words"}, "words"),
+        ("train", {"optim": "adamw_bnb_8bit"}, "You need to install `bitsandbytes`"),
+        ("train", {"report_to": "wandb"}, "wandb to be installed"),
+        ("train", {"model_init_kwargs": '{"layers": 1}'}, "model_init_kwargs={'layers': 1}"),
+        ("train", {"accelerator_config": '{"colour": 1}'}, "'colour'"),
+        ("train", {"use_peft": True, "lora_target_modules": "(q_proj"}, "'(q_proj' is no regular expression"),
     ],
 )
 def test_what_cannot_be_built_is_one_line(tmp_path, capsys, command, changes, said):
@@ -35,11 +43,74 @@ def test_what_cannot_be_built_is_one_line(tmp_path, capsys, command, changes, sa
         given = train_options(tmp_path, **changes)
     else:
         given = options(tmp_path, **changes) + (["--output_dir", str(tmp_path / "out")] if command == "mine" else [])
-    capsys.readouterr()
-    assert main([command, *given]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    line = error_line(command, given, capsys)
     assert line.startswith(f"hf-infcl {command}: error: ")
     assert said in line
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def change(path, **values):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda base: cut(base / "model.safetensors"), "are damaged or incomplete"),
+        (lambda base: cut(base / "config.json"), "config.json' is not a valid JSON file"),
+        (lambda base: cut(base / "tokenizer.json"), "processor"),
+        (lambda base: change(base / "config.json", projection_dim=7), "do not fit its config.json"),
+        (lambda base: change(base / "config.json", projection_dim="wide"), "expected int, got str (value: 'wide')"),
+    ],
+    ids=["weights", "config", "tokenizer", "shapes", "type"],
+)
+def test_a_damaged_model_is_one_line_that_names_it(tmp_path, capsys, command, damage, said):
+    given = train_options(tmp_path, dataset_test_split="none") if command == "train" else options(tmp_path)
+    damage(tmp_path / "base")
+    line = error_line(command, given, capsys)
+    assert str(tmp_path / "base") in line
+    assert said in line
+
+
+def test_a_damaged_adapter_is_one_line_that_names_it(tmp_path, capsys):
+    given = train_options(tmp_path, dataset_test_split="none", use_peft=True, lora_r=2)
+    assert main(["train", *given]) == 0
+    cut(tmp_path / "out" / "adapter_config.json")
+    line = error_line("evaluate", options(tmp_path, adapter=tmp_path / "out"), capsys)
+    assert f"adapter_config.json of the adapter '{tmp_path / 'out'}' is damaged or incomplete" in line
+
+
+@pytest.mark.parametrize("name", ["pairs.parquet", "pairs.arrow", "pairs.tar"])
+def test_a_damaged_table_is_one_line_that_names_it(tmp_path, capsys, name):
+    (tmp_path / name).write_bytes(b"PAR1, but nothing more of it" * 100)
+    line = error_line("train", train_options(tmp_path, dataset_name=tmp_path / name), capsys)
+    assert str(tmp_path / name) in line
+    assert "is damaged or of another kind than its name says" in line
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_picture_that_breaks_in_the_middle_of_training_is_one_line(tmp_path, capsys, workers):
+    lines = ["file_name,caption"]
+    for number, row in enumerate(sample_dataset("photo", size=4)):
+        row["image"].save(tmp_path / f"{number}.png")
+        lines.append(f'{number}.png,"{row["caption"]}"')
+    cut(tmp_path / "2.png")
+    (tmp_path / "pairs.csv").write_text("\n".join(lines) + "\n")
+    given = train_options(tmp_path, dataset_name=tmp_path / "pairs.csv", dataloader_num_workers=workers)
+    line = error_line("train", given, capsys)
+    assert line.startswith("hf-infcl train: error: row 2 has an unreadable image")
+    assert "2.png" in line
+
+
+def error_line(command, given, capsys):
+    capsys.readouterr()
+    assert main([command, *given]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    return line
 
 
 def test_an_error_of_the_training_keeps_its_traceback(tmp_path, monkeypatch):
@@ -47,5 +118,10 @@ def test_an_error_of_the_training_keeps_its_traceback(tmp_path, monkeypatch):
         raise ValueError("in a step")
 
     monkeypatch.setattr(InfCLTrainer, "training_step", broken)
-    with pytest.raises(ValueError, match="in a step"):
+    with pytest.raises(ValueError, match="in a step") as stop:
         main(["train", *train_options(tmp_path, dataset_test_split="none")])
+    assert "what `hf-infcl env` prints" in stop.value.__notes__[0]
+    monkeypatch.setattr("hf_infcl.cli.train.build", lambda *_: {}["a bug"])
+    with pytest.raises(KeyError) as stop:
+        main(["train", *train_options(tmp_path)])
+    assert "what `hf-infcl env` prints" in stop.value.__notes__[0]
