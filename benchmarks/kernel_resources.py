@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hf_infcl.ops.triton import kernels_gradient, kernels_sigmoid, kernels_softmax
+from hf_infcl.ops.triton import kernels_gradient, kernels_sigmoid, kernels_statistics, kernels_weights
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FLOATS = {"smoothing", "gain", "share"}
@@ -39,8 +39,16 @@ def compile_kernel(
     m, n, k, warps, stages = tile
     names = kernel.arg_names
     engine = capability >= 90 if copy_engine is None else copy_engine
-    given = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP": 8, "PRECISION": precision, "USE_TMA": engine}
-    constants = {name: value for name, value in {**given, "FLATTEN": False, "ID_COLUMNS": ids}.items() if name in names}
+    given = {
+        "BLOCK_M": m,
+        "BLOCK_N": n,
+        "BLOCK_K": k,
+        "GROUP": 8,
+        "PRECISION": precision,
+        "USE_TMA": engine,
+        "CELLS": ids > 0,
+    }
+    constants = {name: value for name, value in {**given, "ID_COLUMNS": ids}.items() if name in names}
     constants |= switches
     signature: dict[str, str] = {}
     for name in names:
@@ -53,6 +61,8 @@ def compile_kernel(
             signature[name] = f"*{dtype}"
         elif name in ("x_ids", "y_ids"):
             signature[name] = "*i64" if ids else "constexpr"
+        elif name == "related":
+            signature[name] = "*u8" if ids else "constexpr"
         elif name in POINTERS:
             signature[name] = "*" + POINTERS[name]
         else:
@@ -91,16 +101,22 @@ def main() -> None:
     forward = {**both, "REPAIR": False, "FRESH": False}
     backward = {**both, "WANT_SUM": False, "DEFER": False, "REPAIR": False}
     merge = {"ROWS": True, "COLS": True, "MANY_POSITIVES": False, "SMOOTH": False, "FRESH": True, "LOSS": True}
-    gradient = {"FOR_X": True, "FOR_Y": True, "WANT_SUM": True, "SPLIT": False}
+    gradient = {"FOR_X": True, "FOR_Y": True, "WANT_SUM": True, "SPLIT": False, "RUN": 2**30}
     big = (128, 128, 64, 4, 3) if capability >= 90 else (128, 128, 32, 4, 4)
     small = (64, 64, 64, 4, 3)
-    statistics, weights = kernels_softmax.statistics_kernel, kernels_softmax.weights_kernel
+    statistics, weights = kernels_statistics.statistics_kernel, kernels_weights.weights_kernel
     jobs: list[tuple[Any, ...]] = [
         (statistics, big, forward, {}),
         (statistics, big, {**forward, "MASK": True}, {"ids": 2}),
         (statistics, big, {**forward, "MASK": True, "EXACT": True, "REPAIR": True}, {"ids": 2}),
+        (statistics, big, {**forward, "MANY_POSITIVES": True}, {"ids": 2}),
+        (statistics, big, {**forward, "MANY_POSITIVES": True, "EXACT": True, "REPAIR": True}, {"ids": 2}),
+        (statistics, big, {**forward, "EXACT": True, "FRESH": True}, {}),
         (weights, big, backward, {}),
         (weights, big, {**backward, "MASK": True, "DEFER": True}, {"ids": 2}),
+        (weights, big, {**backward, "MASK": True, "REPAIR": True}, {"ids": 2}),
+        (weights, big, {**backward, "MANY_POSITIVES": True, "DEFER": True}, {"ids": 2}),
+        (weights, big, {**backward, "MANY_POSITIVES": True, "REPAIR": True}, {"ids": 2}),
         (weights, big, {**backward, "SMOOTH": True}, {}),
         (kernels_sigmoid.sigmoid_loss_kernel, big, {"MASK": False}, {}),
         (kernels_sigmoid.sigmoid_weights_kernel, big, {"MASK": False, "WANT_SUM": False}, {}),
@@ -109,7 +125,7 @@ def main() -> None:
         (statistics, small, {**forward, "EXACT": True, "FRESH": True}, {"copy_engine": False}),
         (weights, small, backward, {"copy_engine": False}),
         (kernels_gradient.gradient_kernel, small, gradient, {"copy_engine": False}),
-        (kernels_softmax.merge_kernel, (0, 0, 0, 4, 1), {**merge, "BLOCK": 32, "STEP": 16}, {"copy_engine": False}),
+        (kernels_statistics.merge_kernel, (0, 0, 0, 4, 1), {**merge, "BLOCK": 32, "STEP": 16}, {"copy_engine": False}),
     ]
     for kernel, tile, switches, more in jobs:
         print(compile_kernel(kernel, tile, switches, capability, **more), flush=True)

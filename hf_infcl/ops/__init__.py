@@ -3,7 +3,7 @@
 Nothing here knows of modules, processes or trainers, and nothing here imports the rest of the package.
 """
 
-from hf_infcl.ops.blocks import Engine, Weights, block_gradient, block_statistics
+from hf_infcl.ops.blocks import Engine, Weights, block_gradient, block_statistics, inner_product
 from hf_infcl.ops.chunks import chunks
 from hf_infcl.ops.dispatch import BACKENDS, PRECISIONS, resolve_backend, resolve_precision
 from hf_infcl.ops.sides import Rule, Side
@@ -25,6 +25,7 @@ __all__ = [
     "block_gradient",
     "block_statistics",
     "chunks",
+    "inner_product",
     "resolve_backend",
     "resolve_precision",
 ]

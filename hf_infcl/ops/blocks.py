@@ -10,8 +10,10 @@ from torch import Tensor
 from hf_infcl.ops.chunks import chunks, parts
 from hf_infcl.ops.dispatch import resolve_backend, resolve_precision, tiles
 from hf_infcl.ops.sides import Rule, Side
-from hf_infcl.ops.statistics import Statistics
+from hf_infcl.ops.statistics import COUNT, TOTAL, Statistics
 from hf_infcl.ops.torch_tiles import accumulator_dtype
+
+_WIDENED_ROWS = 16_384  # 32 MiB at d = 512 in float32
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,11 @@ class Engine:
         way = self.tiles.whole
         return way if way is not None and way.suits(n, self.block_size) else None
 
+    def relate(self, rows: Side, cols: Side, rule: Rule) -> Callable[[slice, slice], Tensor | None]:
+        """(row part, column part) -> what the chunk functions need to know of a block's ids."""
+        related = self.tiles.relate(rows, cols, rule)
+        return related.chunk if related is not None else lambda r, c: None
+
     def chunk_shape(self, forward: bool = False) -> tuple[int, int]:
         """Rows and columns of a chunk. Forward keeps nothing of a chunk but its statistics, so it may be larger."""
         return self.tiles.chunk_shape(self.device, self.block_size, forward)
@@ -71,6 +78,7 @@ def block_statistics(
 
     InfoNCE's forward: one product of 2 N^2 D operations (Inf-CL, arXiv 2410.17243, section 3).
     """
+    related = engine.relate(rows, cols, rule)
     for r, c in chunks(rows, cols, engine.chunk_shape(forward=True)):
         engine.tiles.statistics(
             rows[r],
@@ -80,11 +88,36 @@ def block_statistics(
             None if row_stats is None else row_stats[r],
             None if col_stats is None else col_stats[c],
             engine.precision,
+            related(r, c),
         )
+    if rule.label_smoothing:
+        for stats, mine, theirs in ((row_stats, rows, cols), (col_stats, cols, rows)):
+            if stats is not None:
+                _count_all(stats, mine, theirs)
+
+
+def _count_all(stats: Statistics, mine: Side, theirs: Side) -> None:
+    """Counts all of theirs as candidates of mine; what a mask leaves out the chunks have taken back.
+
+    sum_j x_i . y_j = x_i . sum_j y_j costs n d operations, where adding up products would burden every tile.
+    """
+    dtype = stats.data.dtype
+    total = theirs.embeds.sum(0, dtype=dtype)
+    for part in parts(len(mine), _WIDENED_ROWS):
+        stats.data[TOTAL, part] += mine.embeds[part].to(dtype) @ total
+    stats.data[COUNT] += len(theirs)
 
 
 # (row part, column part, want sum of G u) -> the chunk of G, and sum of G u where wanted. Both carry `Engine.gain`.
 Weights = Callable[[slice, slice, bool], tuple[Tensor, Tensor | None]]
+
+
+def inner_product(a: Tensor, b: Tensor) -> Tensor:
+    """sum_ij a_ij b_ij of (n, d) tensors, a scalar in b's dtype."""
+    total = torch.zeros((), device=b.device, dtype=b.dtype)
+    for part in parts(len(a), _WIDENED_ROWS):
+        total += (a[part] * b[part]).sum()
+    return total
 
 
 def block_gradient(

@@ -14,6 +14,10 @@ from hf_infcl.ops.chunks import chunk_shape as chunk_shape  # the PyTorch path's
 from hf_infcl.ops.sides import Rule, Side, diagonal, relations
 from hf_infcl.ops.statistics import COUNT, LOG_SUM, MAX, POSITIVE_COUNT, POSITIVE_SUM, TOTAL, Statistics
 
+# Terms of a float32 sum that are added up before they join the others: rounding errors of many equal rows all point one
+# way, and in one long chain of additions they grow with its length.
+_CPU_RUN = 64
+
 whole = None  # no shorter way for a batch that fits in one chunk
 
 
@@ -44,10 +48,18 @@ def _float32_products(precision: str, device: torch.device) -> Iterator[None]:
 def matmul(a: Tensor, b: Tensor, precision: str, out: Tensor | None = None) -> Tensor:
     """a @ b with float32 (or float64) operands and result: half-precision inputs are widened first, which is exact."""
     dtype = accumulator_dtype(a.dtype)
+    a, b = a.to(dtype), b.to(dtype)
     with _float32_products(precision, a.device):
         if out is None:
-            return a.to(dtype) @ b.to(dtype)
-        return out.addmm_(a.to(dtype), b.to(dtype))
+            return a @ b
+        run = _CPU_RUN if a.device.type == "cpu" else len(b)
+        for first in range(0, len(b), run):
+            out.addmm_(a[:, first : first + run], b[first : first + run])
+        return out
+
+
+def relate(rows: Side, cols: Side, rule: Rule) -> None:
+    """What the chunk functions need to know of a whole block's ids: nothing, they compare each chunk's own."""
 
 
 def products(rows: Side, cols: Side, precision: str) -> Tensor:
@@ -63,6 +75,7 @@ def statistics(
     row_stats: Statistics | None,
     col_stats: Statistics | None,
     precision: str,
+    related: None = None,
 ) -> None:
     """Merges a chunk's candidates into the running statistics of its rows and of its columns (None: not wanted)."""
     u = products(rows, cols, precision)
@@ -90,9 +103,9 @@ def _chunk_statistics(
         first = max(-shift, 0) if along == 1 else max(shift, 0)
         stats.data[POSITIVE_SUM, first : first + len(pairs)] = pairs
         stats.data[POSITIVE_COUNT, first : first + len(pairs)] = 1
-    if rule.label_smoothing:
-        stats.data[TOTAL] = (u if valid is None else torch.where(valid, u, 0.0)).sum(along)
-        stats.data[COUNT] = u.shape[along] if valid is None else valid.sum(along)
+    if rule.label_smoothing and valid is not None:  # the block has counted all of its columns
+        stats.data[TOTAL] = -torch.where(valid, 0.0, u).sum(along)
+        stats.data[COUNT] = valid.sum(along) - u.shape[along]
     return stats
 
 
@@ -105,6 +118,7 @@ def softmax_weights(
     col_stats: Statistics | None,
     precision: str,
     want_sum: bool,
+    related: None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The chunk of G, dL/dl_ij without its factor 1/n: softmax less target, over rows plus over columns.
 
@@ -135,7 +149,9 @@ def softmax_weights(
     return g, (g * u).sum() if want_sum else None
 
 
-def sigmoid_loss(rows: Side, cols: Side, scale: Tensor, bias: Tensor, rule: Rule, precision: str) -> Tensor:
+def sigmoid_loss(
+    rows: Side, cols: Side, scale: Tensor, bias: Tensor, rule: Rule, precision: str, related: None = None
+) -> Tensor:
     """Sum over the chunk of -log sigmoid(z (s u + b)), z = +1 on pairs and -1 elsewhere."""
     logits = products(rows, cols, precision).mul_(scale).add_(bias)
     valid, _ = relations(rows, cols, rule)
@@ -148,7 +164,14 @@ def sigmoid_loss(rows: Side, cols: Side, scale: Tensor, bias: Tensor, rule: Rule
 
 
 def sigmoid_weights(
-    rows: Side, cols: Side, scale: Tensor, bias: Tensor, rule: Rule, precision: str, want_sum: bool
+    rows: Side,
+    cols: Side,
+    scale: Tensor,
+    bias: Tensor,
+    rule: Rule,
+    precision: str,
+    want_sum: bool,
+    related: None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The chunk of G = -z sigmoid(-z (s u + b)).
 

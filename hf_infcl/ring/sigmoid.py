@@ -35,9 +35,10 @@ def sigmoid_forward(
 
     def visit(visitors: Shard, _: tuple[Tensor, ...]) -> Yield:
         for block in blocks(mine, visitors):
+            related = engine.relate(block.rows, block.cols, spec.rule)
             for r, c in chunks(block.rows, block.cols, engine.chunk_shape(forward=True)):
                 rows, cols = block.rows[r], block.cols[c]
-                total.add_(engine.tiles.sigmoid_loss(rows, cols, s, b, spec.rule, engine.precision))
+                total.add_(engine.tiles.sigmoid_loss(rows, cols, s, b, spec.rule, engine.precision, related(r, c)))
         return ()
 
     around(layout, travelling, (), visit, add_)
@@ -65,9 +66,11 @@ def sigmoid_backward(
     sum_g = torch.zeros((), device=engine.device, dtype=torch.float64)
 
     def weights_of(block: Block, _: tuple[Tensor, ...]) -> Weights:
+        related = engine.relate(block.rows, block.cols, spec.rule)
+
         def weights(r: slice, c: slice, want_sum: bool) -> tuple[Tensor, Tensor | None]:
             g, gu, chunk_sum = engine.tiles.sigmoid_weights(
-                block.rows[r], block.cols[c], s, b, spec.rule, engine.precision, want_sum
+                block.rows[r], block.cols[c], s, b, spec.rule, engine.precision, want_sum, related(r, c)
             )
             sum_g.add_(chunk_sum)
             return g, gu

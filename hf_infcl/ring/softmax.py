@@ -106,6 +106,7 @@ def softmax_backward(
         rows, cols = _wanted(block, all_rows, _unpacked(col_data[0]) if col_data else None)
         if rows is None and cols is None:
             return None
+        related = engine.relate(block.rows, block.cols, spec.rule)
 
         def weights(r: slice, c: slice, want_sum: bool) -> tuple[Tensor, Tensor | None]:
             return engine.tiles.softmax_weights(
@@ -117,6 +118,7 @@ def softmax_backward(
                 None if cols is None else cols[c],
                 engine.precision,
                 want_sum,
+                related(r, c),
             )
 
         return weights

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hf_infcl.ops import Engine, Side, Weights, block_gradient
+from hf_infcl.ops import Engine, Side, Weights, block_gradient, inner_product
 from hf_infcl.ring.layout import Layout
 from hf_infcl.ring.rounds import Yield, around
 from hf_infcl.ring.shards import Block, Shard, blocks
@@ -55,6 +55,8 @@ def gradient_traversal(
     if needs[0]:
         d_images = torch.zeros(x.shape, device=x.device, dtype=x.dtype if meets_one_block else engine.accumulator)
     sum_gu = torch.zeros((), device=engine.device, dtype=engine.accumulator)
+    # sum G u = sum_i x_i . (G Y)_i = sum_j y_j . (G'X)_j: where no gradient of the images is made, the texts' gives it.
+    from_texts = needs[2] and needs[1] and not needs[0]
 
     def visit(visitors: Shard, extra: tuple[Tensor, ...]) -> Yield:
         columns = visitors.batch.embeds
@@ -64,7 +66,10 @@ def gradient_traversal(
             if weights is not None:
                 d_rows = d_images if block.rows is images.batch else None
                 d_cols = d_texts if block.cols is visitors.batch else None
-                sum_gu.add_(block_gradient(engine, block.rows, block.cols, weights, factor, d_rows, d_cols, needs[2]))
+                want_sum = needs[2] and not (from_texts and d_cols is not None)
+                sum_gu.add_(block_gradient(engine, block.rows, block.cols, weights, factor, d_rows, d_cols, want_sum))
+        if from_texts and d_texts is not None:
+            sum_gu.add_(inner_product(columns, d_texts))
         return () if d_texts is None else (d_texts,)
 
     # On request half the bytes of what travels most; every hop rounds the sum so far.

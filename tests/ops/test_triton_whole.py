@@ -38,7 +38,9 @@ def test_equal_rows_leave_no_gradient_behind(kind, dtype):
     compare(*pairs(kind, 35, 7), 50.0, dtype=dtype, device=DEVICE, backend="triton")
 
 
-def test_a_frozen_side_gets_the_scale_the_same_gradient():
+@pytest.mark.parametrize("block_size", [None, 16])
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_a_frozen_side_gets_the_scale_the_same_gradient(backend, block_size):
     from hf_infcl import contrastive_loss
 
     x, y = (side.to(DEVICE, torch.float32) for side in pairs("trained", 33, 16))
@@ -46,8 +48,22 @@ def test_a_frozen_side_gets_the_scale_the_same_gradient():
     for wanted in ((True, True), (False, True), (True, False)):
         a, b = (t.clone().requires_grad_(want) for t, want in zip((x, y), wanted, strict=True))
         s = torch.tensor(20.0, device=DEVICE, requires_grad=True)
-        contrastive_loss(a, b, s, backend="triton").backward()
+        contrastive_loss(a, b, s, backend=backend, block_size=block_size).backward()
         gradients.append(s.grad)
         assert (a.grad is not None, b.grad is not None) == wanted
     for gradient in gradients[1:]:
         torch.testing.assert_close(gradient, gradients[0], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("block_size", [64, 48])
+@pytest.mark.parametrize("duplicates", ["mask", "positive"])
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_chunks_with_ids_match_float64(block_size, duplicates, precision):
+    """Chunks that begin on the map's cells and such that do not; both ways of leaving few tiles to a second launch."""
+    n = 150
+    tolerance = 5e-3 if precision == "tf32" and DEVICE == "cuda" else None
+    compare(
+        *pairs("trained", n, 16), 20.0, device=DEVICE, backend="triton", ids=torch.randint(0, 120, (n, 2)),
+        duplicates=duplicates, label_smoothing=0.1, block_size=block_size, precision=precision,
+        tolerance=tolerance, value_tolerance=tolerance or 1e-5,
+    )  # fmt: skip

@@ -16,7 +16,8 @@ class TileConfig:
         block_m, block_n, block_k: rows, columns and depth of a tile.
         warps, stages: Triton's num_warps and num_stages.
         group: how many rows of tiles are walked together for the sake of L2.
-        persistent: one program per multiprocessor that walks over the tiles, its loads running ahead of the epilogue.
+        copy_engine: operands and G by bulk tensor copies where the chip has them. Their descriptors cost the host some
+            10 us a launch.
     """
 
     block_m: int
@@ -25,7 +26,7 @@ class TileConfig:
     warps: int
     stages: int
     group: int = 8
-    persistent: bool = False
+    copy_engine: bool = True
 
 
 @cache

@@ -5,7 +5,15 @@ import triton.language as tl
 
 # Sizes that vary from call to call: one compiled kernel serves them all. Not so the depth: that it divides by 16 lets
 # masked rows be read 16 bytes at a time.
-UNSPECIALIZED = ["n_rows", "n_cols", "shift", "n_programs", "row_stats_stride", "col_stats_stride"]
+UNSPECIALIZED = [
+    "n_rows", "n_cols", "shift", "n_programs", "row_stats_stride", "col_stats_stride", "related_stride",
+]  # fmt: skip
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+# Rows and columns of a cell of `hf_infcl.ops.triton.related`'s map.
+CELL = tl.constexpr(64)
 
 # `exp2` is the one transcendental of the inner loop. `ex2.approx.ftz` is a single instruction; without `.ftz` the
 # compiler adds three per element to be right about subnormal results, which count for nothing in any of our sums.
@@ -119,6 +127,27 @@ def may_match(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS: tl.constexpr
         b = tl.load(y_ids + cols.to(tl.int64) * ID_COLUMNS + c, mask=cols < n_cols, other=0).to(tl.int32)
         hit = hit | (a[:, None] == b[None, :])
     return tl.reduce(hit, None, _either)
+
+
+@triton.jit
+def relates(
+    related, related_stride, x_ids, y_ids, row0, col0, n_rows, n_cols,
+    ID_COLUMNS: tl.constexpr, CELLS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Whether a row of the tile may be the same as a column that is not its own pair.
+
+    related: uint8 cells that cover the chunk, related_stride apart (CELLS), else the ids are compared.
+    """
+    if CELLS:
+        at_row = row0 // CELL + tl.arange(0, max(BLOCK_M // CELL, 1))
+        at_col = col0 // CELL + tl.arange(0, max(BLOCK_N // CELL, 1))
+        there = inside(at_row, at_col, tl.cdiv(n_rows, CELL), tl.cdiv(n_cols, CELL))
+        at = at_row.to(tl.int64)[:, None] * related_stride + at_col[None, :]
+        found = tl.max(tl.load(related + at, mask=there, other=0).to(tl.int32)) > 0
+    else:
+        rows, cols = row0 + tl.arange(0, BLOCK_M), col0 + tl.arange(0, BLOCK_N)
+        found = may_match(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS)
+    return found
 
 
 @triton.jit

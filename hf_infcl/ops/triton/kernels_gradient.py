@@ -20,12 +20,14 @@ def _add_product(a, b, acc, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
 def gradient_kernel(
     g, x, y, out_x, out_y, g_stride, x_stride, y_stride, n, depth, scale, grad, share, sum_parts,
     FOR_X: tl.constexpr, FOR_Y: tl.constexpr, WANT_SUM: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    RUN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """dX = f G Y and dY = f G'X with f = s * grad * share, rounded once.
 
     g: (n, n), its rows g_stride apart and zero beyond column n. x, y: (n, depth) embeddings. out_x, out_y: (n, depth),
     contiguous. The first programs make dX, the others dY (FOR_X, FOR_Y: whether they are wanted).
+    RUN: terms that are added up before their sum joins the others. One long chain of float32 additions would let the
+    rounding errors of n equal rows, which all point one way, grow with n.
     sum_parts: (programs of dX,) float32, x_i . (G Y)_i summed over a tile, times grad * share (WANT_SUM).
     """
     tiles_d = tl.cdiv(depth, BLOCK_N)
@@ -42,23 +44,29 @@ def gradient_kernel(
     there = (rows < n)[:, None] & in_depth
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if for_x:
-        for k in range(0, n, BLOCK_K):
-            ks = k + tl.arange(0, BLOCK_K)
-            g_at = g + rows.to(tl.int64)[:, None] * g_stride + ks[None, :]
-            a = tl.load(g_at, mask=(rows < n)[:, None] & (ks < g_stride)[None, :], other=0.0)
-            y_at = y + ks.to(tl.int64)[:, None] * y_stride + at_depth[None, :]
-            b = tl.load(y_at, mask=(ks < n)[:, None] & in_depth, other=0.0)
-            acc = _add_product(a, b, acc, SPLIT, PRECISION)
+        for first in range(0, n, RUN):
+            run = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for k in range(first, tl.minimum(first + RUN, n), BLOCK_K):
+                ks = k + tl.arange(0, BLOCK_K)
+                g_at = g + rows.to(tl.int64)[:, None] * g_stride + ks[None, :]
+                a = tl.load(g_at, mask=(rows < n)[:, None] & (ks < g_stride)[None, :], other=0.0)
+                y_at = y + ks.to(tl.int64)[:, None] * y_stride + at_depth[None, :]
+                b = tl.load(y_at, mask=(ks < n)[:, None] & in_depth, other=0.0)
+                run = _add_product(a, b, run, SPLIT, PRECISION)
+            acc += run
         if WANT_SUM:
             own = tl.load(x + rows.to(tl.int64)[:, None] * x_stride + at_depth[None, :], mask=there, other=0.0)
             tl.store(sum_parts + tile, tl.sum(own.to(tl.float32) * acc) * common)
         tl.store(out_x + out_at, (acc * factor).to(out_x.dtype.element_ty), mask=there)
     else:
-        for k in range(0, n, BLOCK_K):
-            ks = k + tl.arange(0, BLOCK_K)
-            g_at = g + ks.to(tl.int64)[:, None] * g_stride + rows[None, :]
-            a = tl.load(g_at, mask=(ks < n)[:, None] & (rows < g_stride)[None, :], other=0.0)
-            x_at = x + ks.to(tl.int64)[:, None] * x_stride + at_depth[None, :]
-            b = tl.load(x_at, mask=(ks < n)[:, None] & in_depth, other=0.0)
-            acc = _add_product(a.T, b, acc, SPLIT, PRECISION)
+        for first in range(0, n, RUN):
+            run = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for k in range(first, tl.minimum(first + RUN, n), BLOCK_K):
+                ks = k + tl.arange(0, BLOCK_K)
+                g_at = g + ks.to(tl.int64)[:, None] * g_stride + rows[None, :]
+                a = tl.load(g_at, mask=(ks < n)[:, None] & (rows < g_stride)[None, :], other=0.0)
+                x_at = x + ks.to(tl.int64)[:, None] * x_stride + at_depth[None, :]
+                b = tl.load(x_at, mask=(ks < n)[:, None] & in_depth, other=0.0)
+                run = _add_product(a.T, b, run, SPLIT, PRECISION)
+            acc += run
         tl.store(out_y + out_at, (acc * factor).to(out_y.dtype.element_ty), mask=there)

@@ -4,20 +4,20 @@ import triton
 import triton.language as tl
 
 from hf_infcl.ops.triton.kernels_common import (
+    LN_2,
+    LOG2_E,
     UNSPECIALIZED,
     exp2,
     inside,
-    may_match,
     meets_diagonal,
     own,
     product,
+    relates,
     same,
     store_tile,
     tile_origin,
 )
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
 # Below this log2 of e = exp(s u + b), where nearly every tile of negatives lies (SigLIP starts at b = -10), four terms
 # of the series of log(1 + e) and of e / (1 + e) are exact in float32 and spare the second transcendental.
 SMALL_LOG2 = tl.constexpr(-6.0)
@@ -43,17 +43,17 @@ def _softplus(t2):
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def sigmoid_loss_kernel(
-    x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, scale, bias,
+    x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, related, related_stride, scale, bias,
     parts, n_programs,
-    ID_COLUMNS: tl.constexpr, MASK: tl.constexpr,
+    ID_COLUMNS: tl.constexpr, CELLS: tl.constexpr, MASK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    PRECISION: tl.constexpr, USE_TMA: tl.constexpr, FLATTEN: tl.constexpr,
+    PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
     """parts: (tiles,) float32, the sum of -log sigmoid(z (s u + b)) over every tile."""
     tiles = tl.cdiv(n_rows, BLOCK_M) * tl.cdiv(n_cols, BLOCK_N)
     s2 = tl.load(scale).to(tl.float32) * LOG2_E
     b2 = tl.load(bias).to(tl.float32) * LOG2_E
-    for tile in tl.range(tl.program_id(0), tiles, n_programs, flatten=FLATTEN):
+    for tile in range(tl.program_id(0), tiles, n_programs):
         row0, col0 = tile_origin(tile, n_rows, n_cols, BLOCK_M, BLOCK_N, GROUP)
         u = product(
             x, y, x_stride, y_stride, n_rows, n_cols, depth, row0, col0, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, USE_TMA
@@ -65,7 +65,9 @@ def sigmoid_loss_kernel(
         if (row0 + BLOCK_M > n_rows) | (col0 + BLOCK_N > n_cols):
             t = tl.where(inside(rows, cols, n_rows, n_cols), t, -1e30)
         if MASK:
-            if may_match(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS):
+            if relates(
+                related, related_stride, x_ids, y_ids, row0, col0, n_rows, n_cols, ID_COLUMNS, CELLS, BLOCK_M, BLOCK_N
+            ):
                 others = same(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS) & (own(rows, cols, shift) == 0)
                 t = tl.where(others, -1e30, t)
         if meets_diagonal(row0, col0, shift, BLOCK_M, BLOCK_N):
@@ -79,17 +81,17 @@ def sigmoid_loss_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def sigmoid_weights_kernel(
-    x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, scale, bias,
+    x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, related, related_stride, scale, bias,
     g, g_stride, parts, n_programs, gain,
-    ID_COLUMNS: tl.constexpr, MASK: tl.constexpr, WANT_SUM: tl.constexpr,
+    ID_COLUMNS: tl.constexpr, CELLS: tl.constexpr, MASK: tl.constexpr, WANT_SUM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    PRECISION: tl.constexpr, USE_TMA: tl.constexpr, FLATTEN: tl.constexpr,
+    PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
     """G = -z sigmoid(-z (s u + b)), times `gain`. parts: (2, tiles) float32, sums of G and (WANT_SUM) of G u."""
     tiles = tl.cdiv(n_rows, BLOCK_M) * tl.cdiv(n_cols, BLOCK_N)
     s2 = tl.load(scale).to(tl.float32) * LOG2_E
     b2 = tl.load(bias).to(tl.float32) * LOG2_E
-    for tile in tl.range(tl.program_id(0), tiles, n_programs, flatten=FLATTEN):
+    for tile in range(tl.program_id(0), tiles, n_programs):
         row0, col0 = tile_origin(tile, n_rows, n_cols, BLOCK_M, BLOCK_N, GROUP)
         u = product(
             x, y, x_stride, y_stride, n_rows, n_cols, depth, row0, col0, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, USE_TMA
@@ -105,7 +107,9 @@ def sigmoid_weights_kernel(
         else:
             w = 1.0 / (1.0 + exp2(-t))
         if MASK:
-            if may_match(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS):
+            if relates(
+                related, related_stride, x_ids, y_ids, row0, col0, n_rows, n_cols, ID_COLUMNS, CELLS, BLOCK_M, BLOCK_N
+            ):
                 others = same(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS) & (own(rows, cols, shift) == 0)
                 w = tl.where(others, 0.0, w)
         if diagonal:

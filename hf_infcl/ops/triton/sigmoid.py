@@ -9,23 +9,32 @@ from hf_infcl.ops.triton.launch import Tiles
 from hf_infcl.ops.triton.products import empty_weights, gain
 
 
-def sigmoid_loss(rows: Side, cols: Side, scale: Tensor, bias: Tensor, rule: Rule, precision: str) -> Tensor:
+def sigmoid_loss(
+    rows: Side, cols: Side, scale: Tensor, bias: Tensor, rule: Rule, precision: str, related: Tensor | None = None
+) -> Tensor:
     """Sum over the chunk of -log sigmoid(z (s u + b)), z = +1 on pairs and -1 elsewhere."""
-    tiles = Tiles.of("statistics", rows, cols, rule, precision)
+    tiles = Tiles.of("statistics", rows, cols, rule, precision, related=related)
     parts = torch.empty(tiles.tiles_m * tiles.tiles_n, device=rows.embeds.device, dtype=torch.float32)
     tiles.launch(sigmoid_loss_kernel, scale=scale, bias=bias, parts=parts)
     return parts.sum()
 
 
 def sigmoid_weights(
-    rows: Side, cols: Side, scale: Tensor, bias: Tensor, rule: Rule, precision: str, want_sum: bool
+    rows: Side,
+    cols: Side,
+    scale: Tensor,
+    bias: Tensor,
+    rule: Rule,
+    precision: str,
+    want_sum: bool,
+    related: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The chunk of G = -z sigmoid(-z (s u + b)), times `gain`.
 
     Returns:
         G (n_rows, n_cols) in the embeddings' dtype; sum of G u if wanted (the scale's gradient); sum of G (the bias's).
     """
-    tiles = Tiles.of("weights", rows, cols, rule, precision)
+    tiles = Tiles.of("weights", rows, cols, rule, precision, related=related)
     g = empty_weights(rows, cols)
     parts = torch.empty(2, tiles.tiles_m * tiles.tiles_n, device=g.device, dtype=torch.float32)
     tiles.launch(
