@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-NAMES = ("hf_infcl", "hf_infcl hop", "hf_infcl gather", "gathered dense", "open_clip local", "memeff", "inf-cl")
+PEERS = ("gathered dense", "open_clip local", "memeff", "inf-cl")
+NAMES = ("hf_infcl", "hf_infcl hop", "hf_infcl gather", *PEERS)
 
 
 def gathered(x: Tensor, y: Tensor, s: Tensor) -> Tensor:
