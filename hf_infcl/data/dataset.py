@@ -6,16 +6,15 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from hf_infcl.data.captions import CaptionError, stable_hash
-from hf_infcl.data.columns import find_columns
 from hf_infcl.data.images import UnreadableImageError, read_image
-from hf_infcl.data.pairs import CaptionChoice, Pair, PairReader, check_choices, undecoded
+from hf_infcl.data.pairs import Pair, PairSource
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +22,7 @@ _ROWS_AT_ONCE = 1000  # of a column read to be checked: bounds memory, and hides
 _NAMED = 3  # how many rows or files a message names
 
 
-class ImageTextDataset(Dataset):
+class ImageTextDataset(PairSource, Dataset):
     """Image-text pairs from a `datasets.Dataset` (or any sequence of dicts), read row by row.
 
     Captions are checked when the dataset is made (where rows come from a transform or another dataset class, when they
@@ -59,45 +58,22 @@ class ImageTextDataset(Dataset):
         ('a big blue square above a large plain brown triangle on a grey background', (32, 32))
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        image_column: str | None = None,
-        caption_column: str | None = None,
-        *,
-        captions: CaptionChoice = "single",
-        empty_captions: Literal["raise", "drop"] = "raise",
-        on_bad_image: Literal["raise", "skip"] = "raise",
-        image_id_column: str | None = None,
-        image_root: str | os.PathLike[str] | None = None,
-        seed: int = 0,
-    ) -> None:
-        check_choices(captions, empty_captions, on_bad_image)
+    def _check_dataset(self, dataset: Any) -> None:
         if not hasattr(dataset, "__len__"):
             raise ValueError(f"a {type(dataset).__name__} has no rows by number; ImageTextStream reads streams")
         if len(dataset) == 0:
             raise ValueError("the dataset has no rows")
-        self.image_column, self.caption_column = find_columns(
-            dataset, image_column, caption_column, extra=(image_id_column,)
-        )
-        self._read = PairReader(
-            self.image_column,
-            self.caption_column,
-            captions=captions,
-            image_id_column=image_id_column,
-            image_root=image_root,
-            seed=seed,
-        )
+
+    def _open(self) -> None:
         self.skipped: list[tuple[int, str]] = []
-        self._table, self._cheap = undecoded(dataset, self.image_column)
-        counts = self._caption_counts(empty_captions)
-        if on_bad_image == "skip":
+        counts = self._caption_counts()
+        if self._skips_bad:
             counts[self._unreadable_rows(np.flatnonzero(counts))] = 0
         if not counts.any():
             raise ValueError(f"no usable row is left of {len(counts)}: {self.skip_report()}")
         rows = np.flatnonzero(counts)
         self._numbers: np.ndarray | None = None
-        if captions == "expand":
+        if self._captions == "expand":
             self._rows = np.repeat(rows, counts[rows])
             self._numbers = np.concatenate([np.arange(count) for count in counts[rows]])
         else:
@@ -115,53 +91,49 @@ class ImageTextDataset(Dataset):
         """Several rows at once, which PyTorch's loader asks for: one look-up in the table for all of them."""
         indices = [range(len(self))[index] for index in indices]
         rows = [int(self._rows[index]) for index in indices]
-        cells = _rows_of(self._table, rows)
+        cells = _rows_of(self._source, rows)
         return [self._pair(index, row, cell) for index, row, cell in zip(indices, rows, cells, strict=True)]
-
-    def set_epoch(self, epoch: int) -> None:
-        """Which epoch `captions="draw"` draws for; reaches running worker processes."""
-        self._read.set_epoch(epoch)
 
     def ids(self, index: int) -> tuple[int, int]:
         """The ids of a row in the current epoch, without decoding its picture."""
         index = range(len(self))[index]
         row = int(self._rows[index])
-        (cell,) = _rows_of(self._table, [row])
+        (cell,) = _rows_of(self._source, [row])
         return self._image_id(row, cell), stable_hash(self._caption(index, row, cell))
 
     def skip_report(self) -> str:
         """How many rows of the table were left out, with the first few reasons."""
         shown = "; ".join(f"row {row}: {reason}" for row, reason in self.skipped[:_NAMED])
         more = "" if len(self.skipped) <= _NAMED else f"; and {len(self.skipped) - _NAMED} more"
-        return f"{len(self.skipped)} of {len(self._table)} rows skipped" + (f" ({shown}{more})" if shown else "")
+        return f"{len(self.skipped)} of {len(self._source)} rows skipped" + (f" ({shown}{more})" if shown else "")
 
     def _pair(self, index: int, row: int, cell: dict[str, Any]) -> Pair:
         caption = self._caption(index, row, cell)
         return {
-            "image": self._read.image(cell[self.image_column], f"row {row}"),
+            "image": self._image(cell[self.image_column], f"row {row}"),
             "caption": caption,
             "ids": (self._image_id(row, cell), stable_hash(caption)),
         }
 
     def _caption(self, index: int, row: int, cell: dict[str, Any]) -> str:
-        texts = self._read.texts(cell[self.caption_column], f"row {row}")
+        texts = self._texts(cell[self.caption_column], f"row {row}")
         if not texts:
             raise CaptionError(f"row {row}, column {self.caption_column!r} has no caption")
-        return texts[self._read.drawn(len(texts), row) if self._numbers is None else self._numbers[index]]
+        return texts[self._drawn(len(texts), row) if self._numbers is None else self._numbers[index]]
 
     def _image_id(self, row: int, cell: dict[str, Any]) -> int:
-        known = self._read.image_id(cell, f"row {row}")
+        known = self._known_image_id(cell, f"row {row}")
         return row if known is None else known
 
-    def _caption_counts(self, empty_captions: str) -> np.ndarray:
+    def _caption_counts(self) -> np.ndarray:
         """How many captions each row of the table has; the rows without one are refused or noted as skipped."""
-        if not self._cheap and self._read.captions != "expand" and empty_captions == "raise":
-            return np.ones(len(self._table), np.int64)  # looked at when read: now, every picture would be decoded
-        counts = np.zeros(len(self._table), np.int64)
+        if not self._is_cheap and self._captions != "expand" and not self._drops_empty:
+            return np.ones(len(self._source), np.int64)  # looked at when read: now, every picture would be decoded
+        counts = np.zeros(len(self._source), np.int64)
         for row, value in self._column(self.caption_column):
-            counts[row] = len(self._read.texts(value, f"row {row}"))
+            counts[row] = len(self._texts(value, f"row {row}"))
         empty = np.flatnonzero(counts == 0)
-        if empty.size and empty_captions == "raise":
+        if empty.size and not self._drops_empty:
             rows = ", ".join(map(str, empty[:_NAMED].tolist())) + (", ..." if empty.size > _NAMED else "")
             raise CaptionError(
                 f"column {self.caption_column!r} has no caption in {empty.size} of {counts.size} rows (rows {rows}); "
@@ -173,7 +145,7 @@ class ImageTextDataset(Dataset):
     def _unreadable_rows(self, rows: np.ndarray) -> list[int]:
         def reason(item: tuple[int, Any]) -> tuple[int, str] | None:
             try:
-                read_image(item[1], root=self._read.image_root)
+                read_image(item[1], root=self._image_root)
             except UnreadableImageError as error:
                 return item[0], str(error)
             return None
@@ -181,13 +153,13 @@ class ImageTextDataset(Dataset):
         wanted = set(rows.tolist())
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow decodes outside the interpreter's lock
             found: list[tuple[int, str]] = []
-            blocks = range(0, len(self._table), 64)
+            blocks = range(0, len(self._source), 64)
             for start in tqdm(
                 blocks, "reading every picture once", disable=len(blocks) < 20, unit_scale=64, unit="row"
             ):
                 block = [
                     item
-                    for item in self._column(self.image_column, start, min(start + 64, len(self._table)))
+                    for item in self._column(self.image_column, start, min(start + 64, len(self._source)))
                     if item[0] in wanted
                 ]
                 found += [bad for bad in pool.map(reason, block) if bad is not None]
@@ -195,8 +167,8 @@ class ImageTextDataset(Dataset):
         return [row for row, _ in found]
 
     def _column(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, Any]]:
-        narrow = self._cheap and hasattr(self._table, "select_columns")
-        table = self._table.select_columns([name]) if narrow else self._table
+        narrow = self._is_cheap and hasattr(self._source, "select_columns")
+        table = self._source.select_columns([name]) if narrow else self._source
         stop = len(table) if stop is None else stop
         for first in range(start, stop, _ROWS_AT_ONCE):
             rows = range(first, min(first + _ROWS_AT_ONCE, stop))

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hf_infcl.data.captions import CaptionError, stable_hash
-from hf_infcl.data.columns import find_columns
 from hf_infcl.data.counts import WorkerCounts
 from hf_infcl.data.images import UnreadableImageError
-from hf_infcl.data.pairs import CaptionChoice, Pair, PairReader, check_choices, undecoded
+from hf_infcl.data.pairs import Pair, PairSource
 
 logger = logging.getLogger(__name__)
 
 _REPORTED = 3  # rows left out that are named in the log; the others are only counted
 
 
-class ImageTextStream(IterableDataset):
+class ImageTextStream(PairSource, IterableDataset):
     """Image-text pairs from a `datasets.IterableDataset`; what `ImageTextDataset` is for tables.
 
     Rows have no numbers that workers could agree on, so captions are drawn, and pictures without bytes or a path are
@@ -35,45 +33,19 @@ class ImageTextStream(IterableDataset):
         (32, 32)
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        image_column: str | None = None,
-        caption_column: str | None = None,
-        *,
-        captions: CaptionChoice = "single",
-        empty_captions: Literal["raise", "drop"] = "raise",
-        on_bad_image: Literal["raise", "skip"] = "raise",
-        image_id_column: str | None = None,
-        image_root: str | os.PathLike[str] | None = None,
-        seed: int = 0,
-    ) -> None:
-        check_choices(captions, empty_captions, on_bad_image)
-        self.image_column, self.caption_column = find_columns(
-            dataset, image_column, caption_column, extra=(image_id_column,)
-        )
-        self._read = PairReader(
-            self.image_column,
-            self.caption_column,
-            captions=captions,
-            image_id_column=image_id_column,
-            image_root=image_root,
-            seed=seed,
-        )
-        self._drops_empty, self._skips_bad = empty_captions == "drop", on_bad_image == "skip"
-        self._stream, _ = undecoded(dataset, self.image_column)
+    def _open(self) -> None:
         self._counts = WorkerCounts("met", "skipped")
 
     def set_epoch(self, epoch: int) -> None:
         """Which epoch `captions="draw"` draws for, and a shuffled stream shuffles for; reaches running workers."""
-        self._read.set_epoch(epoch)
-        if hasattr(self._stream, "set_epoch"):
-            self._stream.set_epoch(epoch)
+        super().set_epoch(epoch)
+        if hasattr(self._source, "set_epoch"):
+            self._source.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Pair]:
         worker = get_worker_info()
         whose = "" if worker is None else f" of worker {worker.id}"
-        for number, cell in enumerate(self._stream):
+        for number, cell in enumerate(self._source):
             self._counts.add(met=1)
             yield from self._pairs(cell, f"row {number}{whose}")
 
@@ -88,22 +60,22 @@ class ImageTextStream(IterableDataset):
         return f"{skipped} of {met} rows skipped"
 
     def _pairs(self, cell: dict[str, Any], where: str) -> Iterator[Pair]:
-        texts = self._read.texts(cell[self.caption_column], where)
+        texts = self._texts(cell[self.caption_column], where)
         if not texts:
             message = f"{where}, column {self.caption_column!r} has no caption"
             if not self._drops_empty:
                 raise CaptionError(f'{message}; set empty_captions="drop" to leave such rows out')
             return self._skip(message)
         try:
-            image = self._read.image(cell[self.image_column], where)
+            image = self._image(cell[self.image_column], where)
         except UnreadableImageError as error:
             if not self._skips_bad:
                 raise
             return self._skip(str(error))
-        known = self._read.image_id(cell, where)
+        known = self._known_image_id(cell, where)
         image_id = stable_hash(np.asarray(image).tobytes()) if known is None else known
-        if self._read.captions != "expand":
-            texts = [texts[self._read.drawn(len(texts), image_id)]]
+        if self._captions != "expand":
+            texts = [texts[self._drawn(len(texts), image_id)]]
         for text in texts:
             yield {"image": image, "caption": text, "ids": (image_id, stable_hash(text))}
 
