@@ -243,10 +243,29 @@ def _say(text: str) -> None:
     Console().print(f"\n[bold]{text}[/bold]")
 
 
+def _memory_table(pairs: int, kept: int, accumulation: int) -> Any:
+    """What one step needs beside the weights, here and with a dense loss over as many pairs at once."""
+    from rich.table import Table
+
+    table = Table(title="Memory of one step, beside the weights", title_justify="left")
+    table.add_column("what is held")
+    table.add_column("here", justify="right")
+    table.add_column("dense loss", justify="right")
+    table.add_row(
+        f"activations, {pairs:,} pairs",
+        f"{kept / 2**20:,.0f} MiB ({MICRO_BATCH} at a time)",
+        f"{kept * accumulation / 2**20:,.0f} MiB",
+    )
+    for rows in (pairs, 65_536):
+        size = dense_loss_bytes(rows) / 2**20
+        dense = f"{size:,.0f} MiB" if size < 2**10 else f"{size / 2**10:,.0f} GiB"
+        table.add_row(f"similarities, {rows:,} pairs", "a few MiB", dense)
+    return table
+
+
 def report(result: dict[str, Any]) -> None:
     """Prints the table of results and what to type next."""
     from rich.console import Console
-    from rich.table import Table
 
     from hf_infcl.cli.tables import metrics_table
 
@@ -257,19 +276,13 @@ def report(result: dict[str, Any]) -> None:
     }
     console.print()
     console.print(metrics_table(recalls, "Photo-like test scenes, which neither training saw"))
-    batch, kept = result["contrastive_batch_size"], result["kept_bytes"]
-    facts = Table(show_header=False)
-    for name, value in (
-        ("adapter file", f"{result['adapter_bytes'] / 2**10:.0f} KiB"),
-        ("seconds, all together", f"{result['seconds']:.0f}"),
-        ("peak memory of this process", f"{result['peak_memory_bytes'] / 2**20:.0f} MiB"),
-        ("activations kept for the backward pass, here", f"{kept / 2**20:.0f} MiB ({MICRO_BATCH} pairs)"),
-        ("the same for a dense loss", f"{kept * result['accumulation'] / 2**20:,.0f} MiB ({batch:,} pairs)"),
-        ("and its N x N matrices", f"{dense_loss_bytes(batch) / 2**20:.0f} MiB"),
-        ("at 65,536 pairs", f"{dense_loss_bytes(65_536) / 2**30:.0f} GiB; here a few blocks, whatever N"),
-    ):
-        facts.add_row(name, value)
-    console.print(facts)
+    console.print(
+        f"Adapter file {result['adapter_bytes'] / 2**10:.0f} KiB; {result['seconds']:.0f} seconds in all; "
+        f"peak memory {result['peak_memory_bytes'] / 2**20:,.0f} MiB, Python and PyTorch included.",
+        highlight=False,
+    )
+    console.print()
+    console.print(_memory_table(result["contrastive_batch_size"], result["kept_bytes"], result["accumulation"]))
     folder = result["folder"]
     console.print(
         f"""

@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PLOT_NAME = "curves.png"
 # Okabe and Ito's palette: told apart by colour-blind readers and in grey.
@@ -18,8 +21,7 @@ def plot_history(
 
     Args:
         log_history: `trainer.state.log_history`: dictionaries with `step` and what was logged at it. An evaluation
-        before
-            training stands at step 0.
+            before training stands at step 0.
         path: the folder, or the picture's own path (its ending decides the format).
         title: a line above the picture.
         prefix: what the names of evaluation metrics begin with; by default "eval_", or with several evaluation sets
@@ -32,16 +34,22 @@ def plot_history(
         >>> plot_history(trainer.state.log_history, "out")
         PosixPath('out/curves.png')
     """
-    # Not pyplot: neither the backend that the caller chose nor its open figures are touched.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    prefix = _first_prefix(log_history) if prefix is None else prefix
     path = Path(path)
     if not path.suffix:
         path = path / PLOT_NAME
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = draw_history(log_history, title, _first_prefix(log_history) if prefix is None else prefix)
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def draw_history(log_history: Sequence[Mapping[str, Any]], title: str | None, prefix: str) -> "Figure":
+    """The picture that `plot_history` saves; see there."""
+    # Not pyplot: neither the backend that the caller chose nor its open figures are touched.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.4), layout="constrained")
     FigureCanvasAgg(figure)
     losses, recalls = figure.subplots(1, 2)
     _curve(losses, log_history, "loss", _BLUE, "training")
@@ -56,13 +64,13 @@ def plot_history(
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         if axes.lines:
-            axes.legend(frameon=False, fontsize=8)
+            # Below: a curve may pass anywhere inside.
+            axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
         else:
             axes.text(0.5, 0.5, "nothing logged", ha="center", va="center", color="grey", transform=axes.transAxes)
     if title:
         figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=150)
-    return path
+    return figure
 
 
 def _first_prefix(log_history: Sequence[Mapping[str, Any]]) -> str:

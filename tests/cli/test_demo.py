@@ -1,5 +1,7 @@
 """The demo, made small: everything is written, and a fresh process that knows no hf_infcl loads it."""
 
+import re
+
 from huggingface_hub import ModelCard
 from PIL import Image
 
@@ -14,6 +16,8 @@ def test_a_small_demo_runs_from_end_to_end(tmp_path, capfd):
     shown = capfd.readouterr().out
     assert "<- its own" in shown  # said by the fresh process
     assert "image to text, recall@10" in shown
+    assert re.search(r"activations, 128 pairs +│ +[\d,]+ MiB \(64 at a time\) │ +[\d,]+ MiB", shown)
+    assert re.search(r"similarities, 65,536 pairs │ +a few MiB │ +64 GiB", shown)
     assert "hf-infcl train --model_name_or_path openai/clip-vit-base-patch32" in shown
     assert result["contrastive_batch_size"] == 128
     assert set(result["before"]) == set(result["after"])

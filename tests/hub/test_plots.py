@@ -6,6 +6,7 @@ import pytest
 from PIL import Image
 
 from hf_infcl.hub import plot_history
+from hf_infcl.hub.plots import draw_history
 
 HISTORY = [
     {"step": 0, "eval_loss": 4.0, "eval_image_to_text/recall@1": 0.1, "eval_text_to_image/recall@1": 0.1},
@@ -41,3 +42,22 @@ def test_the_callers_figures_and_backend_are_left_alone(tmp_path):
     backend = matplotlib.rcParams["backend"]
     plot_history(HISTORY, tmp_path)
     assert matplotlib.rcParams["backend"] == backend
+
+
+def test_the_legends_cover_no_curve():
+    many = [
+        {"step": step, "loss": 4.0 / step}
+        | {f"eval_{way}/recall@{k}": 0.1 * k for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
+        for step in range(1, 9)
+    ]
+    figure = draw_history(many, "A run", "eval_")
+    figure.canvas.draw()
+    shown = figure.bbox
+    for axes in figure.axes:
+        legend, inside = axes.get_legend().get_window_extent(), axes.get_window_extent()
+        assert not legend.overlaps(inside)
+        assert not legend.overlaps(axes.xaxis.label.get_window_extent())
+        assert shown.x0 <= legend.x0 < legend.x1 <= shown.x1
+        assert shown.y0 <= legend.y0 < legend.y1 <= shown.y1
+    left, right = (axes.get_legend().get_window_extent() for axes in figure.axes)
+    assert not left.overlaps(right)

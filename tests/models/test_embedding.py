@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import BertConfig, BertModel
@@ -122,6 +123,7 @@ def test_the_state_dict_gains_nothing() -> None:
 def test_accelerate_wraps_and_unwraps_the_forward() -> None:
     model, batch = prepare_dual_encoder(tiny_clip()), tiny_batch("clip")
     expected = model(**batch).image_embeds
+    AcceleratorState._reset_state()  # whichever test came before has chosen a precision for the process
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     wrapped = accelerator.prepare_model(model)
     output = wrapped(**batch)
