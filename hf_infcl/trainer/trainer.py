@@ -1,52 +1,31 @@
-"""The Trainer whose contrastive batch is the whole effective batch."""
+"""The Trainer whose contrastive batch is the whole effective batch: its inputs, its data, and how a run goes on."""
 
 import logging
-import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerCallback, enable_full_determinism, set_seed
 from transformers.trainer_utils import EvalPrediction, TrainOutput, get_last_checkpoint, has_length
 
 from hf_infcl.data import ImageTextCollator
-from hf_infcl.losses import MemoryBank
-from hf_infcl.models import (
-    family_of,
-    logit_bias_parameter,
-    logit_scale,
-    logit_scale_parameter,
-    set_batch_statistics_eval,
-    unwrap,
-)
-from hf_infcl.trainer import checks, objective
-from hf_infcl.trainer.accumulation import ContrastiveStep
-from hf_infcl.trainer.callbacks import FillMemoryBank, LogitScaleCap, StepClock
-from hf_infcl.trainer.checkpoints import check_checkpoint, load_bank, save_bank, save_options, stream_position
+from hf_infcl.models import family_of
+from hf_infcl.trainer import checks
+from hf_infcl.trainer.callbacks import FillMemoryBank, LogitScaleCap
+from hf_infcl.trainer.checkpoints import check_checkpoint, stream_position
 from hf_infcl.trainer.config import InfCLConfig
-from hf_infcl.trainer.evaluation import EvaluatingTrainer, as_function, embedder
 from hf_infcl.trainer.loaders import WholeGroups, as_pairs, eval_loader, train_loader
-from hf_infcl.trainer.preparation import (
-    load_model,
-    load_processor,
-    prepare_model,
-    scale_cap,
-    set_locked_towers_eval,
-    sides_of,
-)
+from hf_infcl.trainer.preparation import load_model, load_processor, prepare_model, scale_cap, sides_of
 from hf_infcl.trainer.saving import SavingTrainer
+from hf_infcl.trainer.steps import SteppingTrainer
 
 logger = logging.getLogger(__name__)
 
-_LOSS_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
-
-class InfCLTrainer(SavingTrainer, EvaluatingTrainer):
+class InfCLTrainer(SavingTrainer, SteppingTrainer):
     """Fine-tunes a dual encoder (CLIP, SigLIP, ...) with a loss over the whole effective batch.
 
     The batch that is contrasted is `per_device_train_batch_size` x `gradient_accumulation_steps` x processes, exactly:
@@ -151,32 +130,10 @@ class InfCLTrainer(SavingTrainer, EvaluatingTrainer):
             padding = family.text_padding(self.model, processing_class)
             self.data_collator = ImageTextCollator(processing_class, padding)
         self._wraps_rows = wraps_rows
-        self.loss_type = None if loss is not None else objective.resolve_loss_type(args, family)
-        if loss is not None and (args.memory_bank_size or getattr(loss, "bank", None) is not None):
-            raise ValueError(
-                "a memory bank is filled and saved by the trainer: set memory_bank_size and loss_type instead of "
-                "passing loss="
-            )
-        if self.loss_type is not None:
-            objective.check_loss_options(args, self.loss_type)
-        self.memory_bank: MemoryBank | None = None
-        self.loss = self._make_loss(loss)
-        warms_up = self.loss_type == "hard_negative" and args.hard_negative_start > 0
-        self._early_loss = objective.build_loss(args, "contrastive") if warms_up else None
-        # Without the bank: an evaluation set is contrasted with itself only.
-        self._eval_loss = self._make_loss(loss)
-        self._step: ContrastiveStep | None = None
-        self._position = 0
-        # What the loss says of each step since the last line of the log, such as how much of the search was skipped.
-        self._loss_stats: dict[str, list[Tensor]] = defaultdict(list)
-        self._said_dropped = self._said_repeats = False
-        # A softmax over one candidate has nothing to learn from.
-        is_softmax = self.loss_type in objective.SOFTMAX_LOSS_TYPES
-        self._least_rows = 2 if is_softmax and not args.memory_bank_size else 1
+        self._choose_loss(loss, family)
         self._card_is_current = False
         self._sides = sides_of(self.model)
         self._check_start(args)
-        self._clock = StepClock()
         cap = scale_cap(args, family)
         own_callbacks = [
             self._clock,
@@ -185,12 +142,6 @@ class InfCLTrainer(SavingTrainer, EvaluatingTrainer):
         ]
         for callback in own_callbacks:
             self.add_callback(callback)
-
-    def _make_loss(self, loss: nn.Module | None) -> nn.Module:
-        if loss is not None:
-            return loss
-        assert self.loss_type is not None
-        return objective.build_loss(self.args, self.loss_type)
 
     def _check_start(self, args: InfCLConfig) -> None:
         checks.check_strategy(fsdp=self.is_fsdp_enabled, deepspeed=self.is_deepspeed_enabled)
@@ -247,34 +198,6 @@ class InfCLTrainer(SavingTrainer, EvaluatingTrainer):
         if has_length(dataloader):
             dataloader = WholeGroups(dataloader, args.gradient_accumulation_steps)
         return super().set_initial_training_values(args, dataloader)
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
-    ) -> tuple[list[dict[str, Any]], None]:
-        """Collects the micro-batches of one optimizer step; a group cut short by the end of the data is dropped."""
-        self._clock.data_wanted()
-        batches = []
-        for _ in range(num_batches):
-            try:
-                batches.append(next(epoch_iterator))
-            except StopIteration:
-                break
-        rows = sum(len(batch["input_ids"]) for batch in batches)
-        if batches and (len(batches) < num_batches or rows < self._least_rows):
-            if not self._said_dropped:
-                logger.warning(
-                    "the data ends %d micro-batches (%d rows) into a group of gradient_accumulation_steps=%d: such a "
-                    "group is dropped, for it would contrast fewer pairs than all others",
-                    len(batches),
-                    rows,
-                    self.args.gradient_accumulation_steps,
-                )
-                self._said_dropped = True
-            batches = []
-        self._clock.data_ready()
-        self._step = None
-        self._pending, self._position = batches, 0
-        return batches, None
 
     # ---- Training ----
 
@@ -370,129 +293,3 @@ class InfCLTrainer(SavingTrainer, EvaluatingTrainer):
         if callable(getattr(self.train_dataset, "set_epoch", None)):
             self.train_dataset.set_epoch(epoch)
         super()._run_epoch(model, epoch, *args, **kwargs)
-
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
-        """One micro-batch's forward and backward pass, with the gradient of the whole contrastive batch's loss."""
-        model.train()
-        set_locked_towers_eval(model, self._sides)
-        set_batch_statistics_eval(model)
-        if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()
-        if self._step is None:
-            self._step = self._begin_step(model, self._pending)
-        step, index = self._step, self._position
-        with self.compute_loss_context_manager():
-            surrogate = step.surrogate(index)
-        if surrogate is not None:
-            self.accelerator.backward(surrogate, **self._backward_options())
-        self._position += 1
-        if self._position == len(step):
-            # The one wait for the device of a step, once all of its work has been handed over.
-            step.raise_if_not_finite()
-        if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
-            clear_device_cache()
-        assert step.loss is not None
-        # Trainer adds up what the micro-batches of a step return.
-        return (step.loss / len(step)).to(torch.float32)
-
-    def _backward_options(self) -> dict[str, Any]:
-        # The loss is one of the whole step already.
-        return {"scale_wrt_gas": False} if self.accelerator.distributed_type == DistributedType.DEEPSPEED else {}
-
-    def _begin_step(self, model: nn.Module, micro_batches: list[dict[str, Any]]) -> ContrastiveStep:
-        base, loss = unwrap(model), self._loss_of_step()
-        step = ContrastiveStep(
-            micro_batches,
-            sides=self._sides,
-            embed=embedder(model),
-            loss=as_function(loss),
-            scale=lambda: None if logit_scale_parameter(base) is None else logit_scale(base),
-            bias=lambda: logit_bias_parameter(base),
-            to_device=self._to_device,
-            device=self.args.device,
-            loss_dtype=_LOSS_DTYPES.get(self.accelerator.mixed_precision),
-        )
-        with self.compute_loss_context_manager():
-            step.begin()
-        for name, value in getattr(loss, "last_stats", {}).items():
-            self._loss_stats[name].append(value)
-        if not self._said_repeats:
-            self._said_repeats = self._report_repeats(step.ids)
-        self._clock.count(step.rows)
-        return step
-
-    def _report_repeats(self, ids: Tensor | None) -> bool:
-        """Says once where copies are taken for negatives. Returns whether there is nothing more to say."""
-        if ids is None or self.loss_type is None or self.args.duplicates != "keep":
-            return True
-        repeated = [1 - len(column.unique()) / len(column) for column in ids.cpu().unbind(1)]
-        if max(repeated) == 0:
-            return False
-        shares = ", ".join(f"{share:.0%}" for share in repeated)
-        logger.warning(
-            "repeated in a batch: %s (a share for each column of ids, such as image and caption). duplicates='keep' "
-            "takes them for negatives, which keeps the loss above a floor; 'mask' leaves them out, 'positive' pairs "
-            "them",
-            shares,
-        )
-        return True
-
-    def _loss_of_step(self) -> nn.Module:
-        start = self.args.hard_negative_start
-        start = math.ceil(start * self.state.max_steps) if start < 1 else start
-        is_early = self._early_loss is not None and self.state.global_step < start
-        return self._early_loss if is_early and self._early_loss is not None else self.loss
-
-    # ---- Memory bank ----
-
-    def _set_memory_bank(self, bank: MemoryBank | None) -> None:
-        self.memory_bank = bank
-        if self.args.memory_bank_size:
-            for loss in (self.loss, self._early_loss):
-                if loss is not None:
-                    loss.bank = bank  # type: ignore[assignment]
-
-    def fill_memory_bank(self) -> None:
-        """Pushes the embeddings of the last step, in the sampler's order. Called when a step was taken."""
-        if self._step is None or self._step.image_embeds is None or self._step.text_embeds is None:
-            return
-        images, texts, ids = self._step.image_embeds, self._step.text_embeds, self._step.ids
-        if self.memory_bank is None:
-            dtype = self._step.loss_dtype
-            size, dim = self.args.memory_bank_size, images.shape[1]
-            self._set_memory_bank(MemoryBank(size, dim, dtype=dtype, device=images.device))
-        assert self.memory_bank is not None
-        self.memory_bank.push(images, texts, ids)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
-        save_options(output_dir, self.args)
-        if self.args.memory_bank_size:
-            save_bank(self.memory_bank, output_dir, self.args)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and self.args.memory_bank_size:
-            self._set_memory_bank(load_bank(self.args.memory_bank_size, checkpoint, self.args))
-
-    # ---- Logging ----
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the scale, the contrastive batch size, speed and memory to the lines of training."""
-        if "loss" in logs:
-            logs = {**logs, **self._training_figures()}
-        super().log(logs, start_time)
-
-    def _training_figures(self) -> dict[str, float]:
-        figures = self._clock.take(lambda own: self.accelerator.gather(own.to(self.args.device)))
-        for name, values in self._loss_stats.items():
-            figures[name] = torch.stack(values).mean().item()
-        self._loss_stats.clear()
-        if logit_scale_parameter(self.model) is not None:
-            figures["logit_scale"] = logit_scale(self.model).item()
-        bias = logit_bias_parameter(self.model)
-        if bias is not None:
-            figures["logit_bias"] = bias.item()
-        return figures
