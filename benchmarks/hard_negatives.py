@@ -1,239 +1,322 @@
 """What a budget of hard negatives saves and costs: memory of the loss, skip ratio in training, and recall.
 
-    python benchmarks/hard_negatives.py quality --model_name_or_path M --dataset_name D --dataset_test_split test
+    python benchmarks/hard_negatives.py quality --data icons32 emoji64 --tokenizer clip-tokenizer
     python benchmarks/hard_negatives.py memory --gib 40 80                      # needs a CUDA device
 
-``quality`` embeds a data set once with a frozen model and trains a linear head on each side, so that runs differ in
-nothing but the loss: InfoNCE, the k hardest negatives for several k, each with and without a memory bank, all for the
-same number of steps from the same start, several seeds. It reports recall on the test split (pairs of the same picture
-or caption all count), the skip ratio and the hardest similarity over training, and plots them.
+``quality`` trains a small CLIP from scratch on folders of Parquet files (an image, its name, its captions), so that
+runs differ in nothing but the loss: InfoNCE and the k hardest negatives, each with and without a memory bank, from the
+first step on or after a start with InfoNCE, all for the same number of steps from the same start. It reports recall on
+the test or validation file (pairs of the same picture or name all count), the skip ratio and the hardest similarity
+over training, and plots them.
 
-``memory`` finds the largest batch whose loss and gradient fit beside embeddings and their gradients: dense InfoNCE with
-float32 logits, this project's InfoNCE, and the hard-negative loss. Encoder memory is not part of it: accumulation keeps
-that at one micro-batch's, whatever the batch.
+``memory`` finds the largest batches of ViT-B/32 CLIP with LoRA: see hard_negatives_memory.py.
 """
 
 import argparse
+import io
 import json
 import math
+import platform
+import re
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import hard_negatives_memory
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from hf_infcl import MemoryBank, contrastive_loss, hard_negative_loss
-from hf_infcl.cli.embedding import embed_pairs
 from hf_infcl.evaluation import dataset_retrieval_metrics
 
-RESULTS = Path(__file__).parent / "results"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHARE = 0.027  # k blocks of all, at which theory gives a skip ratio of 0.891
 METRICS = ("mean_recall@1", "image_to_text/recall@1", "image_to_text/recall@5", "text_to_image/recall@1")
+_WORDS = 16  # tokens of a caption at most
 
 
-# ---- Quality ----
+@dataclass
+class Pairs:
+    """Pictures of one file set on the device, with all their captions as tokens.
+
+    Attributes:
+        pictures: (n, 3, side, side) uint8.
+        tokens: (captions, length) int64; a picture's are first[i] ... first[i] + count[i] - 1, the first its name.
+        first, count: (n,) int64.
+        ids: (n, 2) int64, picture and name.
+    """
+
+    pictures: Tensor
+    tokens: Tensor
+    first: Tensor
+    count: Tensor
+    ids: Tensor
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def batch(self, rows: Tensor, generator: torch.Generator | None) -> dict[str, Tensor]:
+        """The model's inputs: a caption of each row at random, or without a generator the name."""
+        caption = self.first[rows]
+        if generator is not None:
+            chosen = torch.rand(len(rows), generator=generator).to(DEVICE) * self.count[rows]
+            caption = caption + chosen.long().clamp(max=self.count[rows] - 1)
+        tokens = self.tokens[caption]
+        pixels = self.pictures[rows].float().div_(127.5).sub_(1)
+        return {"pixel_values": pixels, "input_ids": tokens, "attention_mask": _mask(tokens)}
 
 
-def embedded(args: argparse.Namespace, split: str) -> dict[str, Tensor]:
-    """Frozen embeddings of a split, from the cache where they have been computed before."""
-    cache = None if args.cache is None else Path(args.cache) / f"{split}.pt"
-    if cache is not None and cache.is_file():
-        found: dict[str, Tensor] = torch.load(cache, weights_only=True)
-        return found
-    fields = dict.fromkeys(("adapter", "model_revision", "dtype", "dataset_config", "dataset_revision", "image_root"))
-    given = SimpleNamespace(**{**fields, **vars(args)}, per_device_eval_batch_size=64, dataloader_num_workers=0)
-    result = embed_pairs(given, split=split, max_samples=None)
-    found = {"images": result.image_embeds, "texts": result.text_embeds, "ids": result.ids}
-    if cache is not None:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(found, cache)
-    return found
+def _mask(tokens: Tensor) -> Tensor:
+    """The end-of-text token pads as well: what follows the first one is padding."""
+    end = tokens == tokens[:, -1:]
+    return (end.long().cumsum(1) - end.long() == 0).long()
 
 
-class Heads(torch.nn.Module):
-    """A linear map on each side, from the same start for a seed, and a scale."""
+def read(folder: Path, kinds: tuple[str, ...], tokenizer: Any, most: int) -> Pairs:
+    """The pairs of the first Parquet files of these kinds ("train"), at most so many."""
+    import pyarrow.parquet as parquet
+    from PIL import Image
 
-    def __init__(self, dim: int, seed: int):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.image, self.text = (torch.nn.Linear(dim, dim, bias=False) for _ in range(2))
-        self.log_scale = torch.nn.Parameter(torch.tensor(math.log(20.0)))
+    files = next(found for kind in kinds if (found := sorted(folder.glob(f"*{kind}*.parquet"))))
+    rows = [
+        row for file in files for row in parquet.read_table(file, columns=["image", "text", "captions"]).to_pylist()
+    ]
+    rows = rows[:most]
 
-    def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
-        return F.normalize(self.image(images), dim=-1), F.normalize(self.text(texts), dim=-1)
+    def picture(row: dict[str, Any]) -> np.ndarray:
+        image = Image.open(io.BytesIO(row["image"]["bytes"]))
+        if image.mode != "L":  # transparent ones onto white
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        return np.asarray(image.convert("RGB"))
+
+    with ThreadPoolExecutor(8) as pool:
+        pictures = np.stack(list(pool.map(picture, rows)))
+    captions = [[row["text"], *(c for c in row["captions"] if c != row["text"])] for row in rows]
+    flat = [caption for several in captions for caption in several]
+    tokens = tokenizer(flat, padding="max_length", truncation=True, max_length=_WORDS, return_tensors="pt").input_ids
+    tokens[:, -1] = tokenizer.eos_token_id
+    count = torch.tensor([len(several) for several in captions])
+    names: dict[str, int] = {}
+    ids = [[i, names.setdefault(row["text"].lower(), len(names))] for i, row in enumerate(rows)]
+    parts = (torch.from_numpy(pictures).permute(0, 3, 1, 2), tokens, count.cumsum(0) - count, count, torch.tensor(ids))
+    return Pairs(*(part.to(DEVICE) for part in parts))
 
 
-def train(
-    data: dict[str, Tensor], test: dict[str, Tensor], k: int | None, bank_size: int, seed: int, args: argparse.Namespace
-) -> dict[str, Any]:
-    """One run. k None: InfoNCE."""
-    heads = Heads(data["images"].shape[1], seed).to(data["images"].device)
-    optimizer = torch.optim.AdamW(heads.parameters(), lr=args.learning_rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(1 - step / args.steps, 0.0))
-    bank = MemoryBank(bank_size, data["images"].shape[1], device=data["images"].device) if bank_size else None
+def small_clip(side: int, tokenizer: Any, seed: int) -> Any:
+    """A CLIP of 4 layers and 256 features on each side, and 64 patches a picture."""
+    from transformers import CLIPConfig, CLIPModel
+
+    from hf_infcl.models.embedding import prepare_dual_encoder
+
+    shape = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4}
+    words = {"vocab_size": len(tokenizer), "max_position_embeddings": _WORDS, "eos_token_id": tokenizer.eos_token_id}
+    torch.manual_seed(seed)
+    config = CLIPConfig(
+        vision_config={**shape, "image_size": side, "patch_size": side // 8},
+        text_config={**shape, **words, "bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.eos_token_id},
+        projection_dim=256,
+    )
+    return prepare_dual_encoder(CLIPModel(config).to(DEVICE))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A loss. k None: InfoNCE. start: the share of steps with InfoNCE before k takes over."""
+
+    k: int | None
+    bank: int
+    start: float = 0.0
+
+    def __str__(self) -> str:
+        name = "InfoNCE" if self.k is None else f"k = {self.k}"
+        return f"{name}{f', from {self.start:.0%}' if self.start else ''}{', bank' if self.bank else ''}"
+
+
+def skips(images: Tensor, texts: Tensor, scale: Tensor, ids: Tensor, bank: MemoryBank | None, k: int) -> dict[str, Any]:
+    """Statistics with blocks so narrow that k of them are 2.7% of all (89.1% skipped in random order), and theory."""
+    n = len(images) + (0 if bank is None else len(bank))
+    block = max(1, round(SHARE * n / k))
+    with torch.no_grad():  # this backend takes any block size
+        _, stats = hard_negative_loss(
+            images, texts, scale, k=k, ids=ids, bank=bank, block_size=block, backend="torch", return_stats=True
+        )
+    t = torch.arange(1, n // block + 1, dtype=torch.float64)
+    return {"block": block, "theory": float(((1 - 1 / t) ** k).mean())} | {a: float(b) for a, b in stats.items()}
+
+
+def train(data: Pairs, test: Pairs, tokenizer: Any, run: Run, seed: int, steps: int, args: Any) -> dict[str, Any]:
+    model = small_clip(data.pictures.shape[-1], tokenizer, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.1, fused=True)
+    rise = max(steps // 10, 1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / rise, 1 - step / (steps + 1)))
     generator = torch.Generator().manual_seed(seed)
-    rows = torch.cat([torch.randperm(len(data["images"]), generator=generator) for _ in range(args.epochs_at_most)])
-    curve: list[dict[str, float]] = []
-    start = time.perf_counter()
-    for step, batch in enumerate(rows.split(args.batch_size)[: args.steps]):
-        images, texts = heads(data["images"][batch], data["texts"][batch])
-        ids, scale = data["ids"][batch], heads.log_scale.exp().clamp(max=100.0)
-        if k is None:
+    bank = MemoryBank(run.bank, model.config.projection_dim, device=DEVICE) if run.bank else None
+    epochs = math.ceil(steps * args.batch_size / len(data)) + 1
+    order = torch.cat([torch.randperm(len(data), generator=generator) for _ in range(epochs)])
+    curve: list[dict[str, Any]] = []
+    begin = time.perf_counter()
+    for step, rows in enumerate(order[: steps * args.batch_size].to(DEVICE).split(args.batch_size)):
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=DEVICE.type == "cuda"):
+            output = model(**data.batch(rows, generator))
+        images, texts, ids = output.image_embeds.float(), output.text_embeds.float(), data.ids[rows]
+        scale = model.logit_scale.exp().clamp(max=100.0)
+        if run.k is None or step < run.start * steps:
             loss = contrastive_loss(images, texts, scale, ids=ids, bank=bank)
         else:
-            loss = hard_negative_loss(images, texts, scale, k=k, ids=ids, bank=bank)
-            if step % max(args.steps // 5, 1) == 0:
-                # Blocks so narrow that k of them are 2.7% of all: 89.1% of the pairs are skipped in random order.
-                block = max(1, round(SHARE * (len(batch) + len(bank or ())) / k))
-                with torch.no_grad():
-                    _, stats = hard_negative_loss(
-                        images, texts, scale, k=k, ids=ids, bank=bank, block_size=block, return_stats=True
-                    )
-                curve.append({"step": step, "block": block} | {name: float(value) for name, value in stats.items()})
+            loss = hard_negative_loss(images, texts, scale, k=run.k, ids=ids, bank=bank)
+        if run.k is not None and seed == 0 and step % max(steps // args.points, 1) == 0:
+            curve.append({"step": step} | skips(images.detach(), texts.detach(), scale.detach(), ids, bank, run.k))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
         if bank is not None:
             bank.push(images, texts, ids)
-    seconds = time.perf_counter() - start
+    last = loss.item()
+    seconds = time.perf_counter() - begin
+    if not math.isfinite(last):
+        raise RuntimeError(f"{run}: the loss is {last}")
     with torch.no_grad():
-        metrics = dataset_retrieval_metrics(*heads(test["images"], test["texts"]), test["ids"])
-    return {"metrics": {name: metrics[name] for name in METRICS}, "seconds": seconds, "curve": curve}
+        parts = torch.arange(len(test), device=DEVICE).split(1024)
+        outputs = [model.eval()(**test.batch(rows, None)) for rows in parts]
+    sides = (torch.cat([getattr(output, name) for output in outputs]) for name in ("image_embeds", "text_embeds"))
+    metrics = dataset_retrieval_metrics(*sides, test.ids)
+    return {"metrics": {name: metrics[name] for name in METRICS}, "seconds": seconds, "loss": last, "curve": curve}
 
 
 def quality(args: argparse.Namespace) -> dict[str, Any]:
-    data, test = embedded(args, args.dataset_train_split), embedded(args, args.dataset_test_split)
-    args.epochs_at_most = -(-args.steps * args.batch_size // len(data["images"])) + 1
-    settings = ("dataset_name", "steps", "batch_size", "learning_rate", "seeds", "bank_sizes", "ks")
-    results: dict[str, Any] = {"settings": {name: getattr(args, name) for name in settings}, "runs": []}
-    results["settings"]["dataset_name"] = Path(args.dataset_name).name
-    for bank_size in args.bank_sizes:
-        for k in (None, *args.ks):
-            runs = [train(data, test, k, bank_size, seed, args) for seed in range(args.seeds)]
-            row: dict[str, Any] = {"loss": "InfoNCE" if k is None else f"k = {k}", "k": k, "bank": bank_size}
-            for name in METRICS:
-                values = [run["metrics"][name] for run in runs]
-                row[name] = statistics.mean(values)
-                row[f"{name} spread"] = max(values) - min(values)
-            row["seconds"] = statistics.mean(run["seconds"] for run in runs)
-            row["curve"] = runs[0]["curve"]
-            if k is not None:
-                row["row_skip_ratio"] = statistics.mean(point["row_skip_ratio"] for point in row["curve"])
+    from transformers import AutoTokenizer
+
+    begin = time.perf_counter()
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    sets = {
+        folder.name: (
+            read(folder, ("train",), tokenizer, args.largest_set),
+            read(folder, ("test", "val"), tokenizer, args.largest_set),
+        )
+        for folder in args.data
+    }
+    runs = [Run(k, bank) for bank in args.bank_sizes for k in (None, *args.ks)]
+    runs += [Run(k, 0, args.start) for k in args.ks] if args.start else []
+    steps, some = args.steps, min(10, args.steps)
+    if args.seconds is not None:
+        data, test = next(iter(sets.values()))
+        for _ in range(2):  # the first compiles
+            once = train(data, test, tokenizer, Run(args.ks[-1], args.bank_sizes[-1]), 1, some, args)["seconds"] / some
+        left = args.seconds - (time.perf_counter() - begin)
+        steps = max(some, min(steps, int(left / (1.3 * once * len(runs) * len(sets) * args.seeds))))
+    results: dict[str, Any] = {"torch": torch.__version__, "runs": []}
+    results["settings"] = {name: getattr(args, name) for name in ("batch_size", "learning_rate", "seeds", "start")}
+    results["settings"] |= {"steps": steps, "sets": {name: [len(a), len(b)] for name, (a, b) in sets.items()}}
+    for name, (data, test) in sets.items():
+        for run in runs:
+            done = [train(data, test, tokenizer, run, seed, steps, args) for seed in range(args.seeds)]
+            row: dict[str, Any] = {"set": name, "run": str(run), "k": run.k, "bank": run.bank, "start": run.start}
+            for metric in METRICS:
+                values = [one["metrics"][metric] for one in done]
+                row |= {metric: statistics.mean(values), f"{metric} spread": max(values) - min(values)}
+            row |= {key: statistics.mean(one[key] for one in done) for key in ("seconds", "loss")}
+            row["curve"] = done[0]["curve"]
             results["runs"].append(row)
-            print({name: value for name, value in row.items() if name != "curve"}, flush=True)
+            print(f"{name:8} {row['run']:22} {row['mean_recall@1']:.4f} {row['seconds']:6.1f} s", flush=True)
+    results["seconds"] = time.perf_counter() - begin
     return results
+
+
+def table(results: dict[str, Any]) -> str:
+    lines = [
+        f"{'set':8} {'loss':22} {'mean R@1':>9} {'spread':>7} {'i2t R@5':>8} {'skip':>6} {'theory':>7} {'hardest':>8}"
+    ]
+    for row in results["runs"]:
+        curve = row["curve"]
+        means = (
+            [statistics.mean(point[key] for point in curve) for key in ("row_skip_ratio", "theory")] if curve else []
+        )
+        skipped = f"{means[0]:6.3f} {means[1]:7.3f} {curve[-1]['hardest_similarity']:8.3f}" if curve else ""
+        lines.append(
+            f"{row['set']:8} {row['run']:22} {row['mean_recall@1']:9.4f} {row['mean_recall@1 spread']:7.4f} "
+            f"{row['image_to_text/recall@5']:8.4f} {skipped}"
+        )
+    settings = results["settings"]
+    lines.append(f"{settings['steps']} steps of {settings['batch_size']}, {settings['seeds']} seed(s)")
+    return "\n".join(lines)
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
-    figure, (recall, skipped, hardest) = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
-    runs = results["runs"]
-    labels = [f"{run['loss']}\n{'bank' if run['bank'] else 'no bank'}" for run in runs]
-    recall.bar(labels, [run["mean_recall@1"] for run in runs], yerr=[run["mean_recall@1 spread"] / 2 for run in runs])
-    recall.set_ylabel("mean recall@1 (bars: half the spread of seeds)")
-    recall.tick_params(axis="x", labelsize=7)
-    for run in runs:
-        if run["curve"]:
-            steps = [point["step"] for point in run["curve"]]
-            label = f"{run['loss']}, {'bank' if run['bank'] else 'no bank'}"
-            skipped.plot(steps, [point["row_skip_ratio"] for point in run["curve"]], label=label)
-            hardest.plot(steps, [point["hardest_beats_positive"] for point in run["curve"]], label=label)
-    skipped.set(xlabel="step", ylabel="row skip ratio")
-    hardest.set(xlabel="step", ylabel="share of anchors whose hardest negative beats the pair")
-    skipped.legend(fontsize=7)
-    figure.savefig(path, dpi=120)
+    names = list(results["settings"]["sets"])
+    figure, axes = plt.subplots(len(names), 3, figsize=(15, 4.2 * len(names)), layout="constrained", squeeze=False)
+    for name, (recall, skipped, hardest) in zip(names, axes, strict=True):
+        rows = [row for row in results["runs"] if row["set"] == name]
+        recall.barh(
+            [row["run"] for row in rows],
+            [row["mean_recall@1"] for row in rows],
+            xerr=[row["mean_recall@1 spread"] / 2 for row in rows],
+        )
+        recall.invert_yaxis()
+        recall.set(xlabel="mean recall@1 (bars: half the spread of seeds)", title=name)
+        for row in rows:
+            if row["curve"]:
+                steps = [point["step"] for point in row["curve"]]
+                skipped.plot(steps, [point["row_skip_ratio"] for point in row["curve"]], label=row["run"])
+                hardest.plot(steps, [point["hardest_beats_positive"] for point in row["curve"]], label=row["run"])
+        skipped.axhline(0.891, color="grey", linestyle=":")
+        skipped.set(xlabel="step", ylabel="row skip ratio (dotted: random order)")
+        hardest.set(xlabel="step", ylabel="share of anchors whose hardest negative beats the pair")
+        skipped.legend(fontsize=6)
+    figure.savefig(path, dpi=110)
     plt.close(figure)
-
-
-# ---- Memory ----
-
-
-def dense(x: Tensor, y: Tensor) -> Tensor:
-    logits = (x @ y.T).float() * 20.0
-    labels = torch.arange(len(x), device=x.device)
-    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
-
-
-def fits(loss: Callable[[Tensor, Tensor], Tensor], n: int, dim: int, limit: int) -> tuple[bool, int]:
-    """Whether a batch's loss and gradient fit, and the peak beyond embeddings and gradients in bytes."""
-    try:
-        x, y = (torch.randn(n, dim, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2))
-        torch.cuda.reset_peak_memory_stats()
-        loss(x, y).backward()
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated()
-    except torch.OutOfMemoryError:
-        return False, 0
-    finally:
-        torch.cuda.empty_cache()
-    return peak <= limit, peak - 4 * n * dim * 2
-
-
-def memory(args: argparse.Namespace) -> dict[str, Any]:
-    losses: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        "dense InfoNCE": dense,
-        "InfoNCE": lambda x, y: contrastive_loss(x, y, 20.0),
-        **{f"k = {k}": lambda x, y, k=k: hard_negative_loss(x, y, 20.0, k=k) for k in args.ks},  # type: ignore[misc]
-    }
-    total = torch.cuda.get_device_properties(0).total_memory
-    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "dim": args.dim, "budgets": []}
-    for gib in args.gib:
-        limit = gib * 2**30
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
-        for name, loss in losses.items():
-            n, largest, extra = 4096, 0, 0
-            while n <= args.largest:
-                fit, used = fits(loss, n, args.dim, limit)
-                if not fit:
-                    break
-                largest, extra, n = n, used, n * 2
-            row = {"gib": gib, "loss": name, "largest_batch": largest, "extra_mib": extra / 2**20}
-            results["budgets"].append(row | {"tried_up_to": args.largest})
-            print(row, flush=True)
-    return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     modes = parser.add_subparsers(dest="mode", required=True)
-    run = modes.add_parser("quality")
-    run.add_argument("--model_name_or_path", required=True)
-    run.add_argument("--dataset_name", required=True)
-    run.add_argument("--dataset_train_split", default="train")
-    run.add_argument("--dataset_test_split", default="test")
-    run.add_argument("--image_column")
-    run.add_argument("--caption_column")
-    run.add_argument("--cache", help="folder to keep the embeddings in")
-    run.add_argument("--batch_size", type=int, default=1024)
-    run.add_argument("--steps", type=int, default=300)
-    run.add_argument("--learning_rate", type=float, default=1e-3)
-    run.add_argument("--seeds", type=int, default=3)
-    run.add_argument("--ks", type=int, nargs="+", default=[16, 64, 256])
-    run.add_argument("--bank_sizes", type=int, nargs="+", default=[0, 4096])
-    sized = modes.add_parser("memory")
+    trained, sized = modes.add_parser("quality"), modes.add_parser("memory")
+    trained.add_argument("--data", type=Path, nargs="+", required=True, help="folders with *train*.parquet and a test")
+    trained.add_argument("--tokenizer", required=True, help="folder of a CLIP tokenizer")
+    trained.add_argument("--largest_set", type=int, default=120_000, help="pictures read of each file set")
+    trained.add_argument("--batch_size", type=int, default=1024)
+    trained.add_argument("--steps", type=int, default=1000)
+    trained.add_argument("--seconds", type=float, help="of all runs together: fewer steps where they do not fit")
+    trained.add_argument("--learning_rate", type=float, default=1e-3)
+    trained.add_argument("--seeds", type=int, default=1)
+    trained.add_argument("--ks", type=int, nargs="+", default=[16, 64, 256])
+    trained.add_argument("--bank_sizes", type=int, nargs="+", default=[0, 4096])
+    trained.add_argument(
+        "--start", type=float, default=0.5, help="share of InfoNCE first in a second kind of runs; 0: none"
+    )
+    trained.add_argument("--points", type=int, default=5, help="of the skip ratio's curve")
     sized.add_argument("--gib", type=int, nargs="+", default=[40, 80])
-    sized.add_argument("--dim", type=int, default=512)
     sized.add_argument("--ks", type=int, nargs="+", default=[16, 64, 256])
-    sized.add_argument("--largest", type=int, default=2**20, help="largest batch tried: time, not memory, ends there")
-    for mode in (run, sized):
-        mode.add_argument("--output", type=Path)
+    sized.add_argument("--micro_batch", type=int, default=256)
+    sized.add_argument("--largest", type=int, default=2**19, help="largest batch tried: time, not memory, ends there")
+    for mode in (trained, sized):
+        mode.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
     args = parser.parse_args()
-    if args.mode == "memory" and not torch.cuda.is_available():
+    if args.mode == "memory" and DEVICE.type != "cuda":
         sys.exit("memory needs a CUDA device")
-    results = quality(args) if args.mode == "quality" else memory(args)
-    output = args.output or RESULTS / f"hard_negatives_{args.mode}.json"
+    if args.mode == "memory":
+        results = hard_negatives_memory.memory(args.gib, args.ks, args.micro_batch, args.largest)
+        shown = hard_negatives_memory.table(results)
+    else:
+        results = quality(args)
+        shown = table(results)
+    device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else platform.machine()
+    output = args.out / f"hard_negatives_{args.mode}_{re.sub(r'[^a-z0-9]+', '_', device.lower())}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if args.mode == "quality":
         plot(results, output.with_suffix(".png"))
+    print(shown)
 
 
 if __name__ == "__main__":

@@ -7,23 +7,28 @@
 Everything is counted in products: one is 2 N^2 D operations at the rate of the vendor's library on the same shape in
 the same run. Memory is the peak beyond inputs and results (and gradients). Times are medians.
 
+On a GPU each k is timed as it is and with a first sweep that keeps every block's maximum: the k-th largest bounds what
+can be among the k best.
+
 Skip ratios are measured against theory: for T blocks in random order, the mean over t of (1 - 1/t)^k, and 1 - k/T with
-thresholds from a first sweep that keeps every block's maximum.
+such bounds (more where blocks of the first sweep are narrower than tiles).
 """
 
 import argparse
 import json
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from loss import DTYPES, MIB, median_ms, pairs
+from loss import DTYPES, MIB, median_ms, pairs, roof_tflops
 from torch import Tensor
 
 from hf_infcl import contrastive_loss, hard_negative_loss, hardest_negatives
@@ -31,6 +36,7 @@ from hf_infcl import contrastive_loss, hard_negative_loss, hardest_negatives
 SCALE = 50.0
 BUDGET_MS = 1500.0
 _CHUNK = 8192  # rows of the chunked baseline: 2 GiB of float32 scores at N = 65,536
+_TILE = 128  # columns of the kernels' tiles
 
 
 def chunked_topk(queries: Tensor, keys: Tensor, k: int, wide: bool) -> tuple[Tensor, Tensor]:
@@ -68,20 +74,58 @@ def peak_mib(step: Callable[[], object], kept: int) -> float | None:
     return (torch.cuda.max_memory_allocated() - before - kept) / MIB
 
 
-def search(x: Tensor, y: Tensor, k: int, product: float) -> dict[str, Any]:
+def with_sweeps(step: Callable[[], object], sweeps: int) -> Callable[[], object]:
+    """A step in which every search takes one sweep, or two."""
+
+    def run() -> object:
+        with patch("hf_infcl.ops.triton.topk.sweeps_twice", lambda *_: sweeps == 2):
+            return step()
+
+    return run
+
+
+def sweep_kinds(device: str) -> tuple[int, ...]:
+    """How many sweeps can be timed: the PyTorch backend has one."""
+    return (1, 2) if device == "cuda" else (1,)
+
+
+def one_sweep_theory(blocks: int, k: int) -> float:
+    t = torch.arange(1, blocks + 1, dtype=torch.float64)
+    return float(((1 - 1 / t) ** k).mean())
+
+
+def search(x: Tensor, y: Tensor, k: int, product: float) -> list[dict[str, Any]]:
     device, n = x.device.type, len(x)
-    row: dict[str, Any] = {"k": k}
-    ms = median_ms(lambda: hardest_negatives(x, y, k), device, BUDGET_MS)
-    row |= {"ms": ms, "share_of_product_rate": product / ms}
-    row["row_skip_ratio"] = float(hardest_negatives(x, y, k)[2]["row_skip_ratio"])
-    row["extra_mib"] = peak_mib(lambda: hardest_negatives(x, y, k), n * k * 12)
-    for name, wide in (("chunked float32", True), ("chunked input dtype", False)):
-        row[f"{name} ms"] = median_ms(lambda wide=wide: chunked_topk(x, y, k, wide), device, BUDGET_MS)  # type: ignore[misc]
-    row["times_faster_than_chunked_float32"] = row["chunked float32 ms"] / ms
-    return row
+    blocks = -(-n // _TILE)
+    theory = {1: one_sweep_theory(blocks, k), 2: max(1 - k / blocks, 0.0)}
+    step = lambda: hardest_negatives(x, y, k)  # noqa: E731
+    chunked = {
+        f"{name}_ms": median_ms(lambda wide=wide: chunked_topk(x, y, k, wide), device, BUDGET_MS)  # type: ignore[misc]
+        for name, wide in (("chunked_float32", True), ("chunked_input_dtype", False))
+    }
+    rows = []
+    for sweeps in sweep_kinds(device):
+        run = with_sweeps(step, sweeps) if device == "cuda" else step
+        ms = median_ms(run, device, BUDGET_MS)
+        result: Any = run()
+        rows.append(
+            {
+                "k": k,
+                "sweeps": sweeps,
+                "ms": ms,
+                "share_of_product_rate": product / ms,
+                "times_faster_than_chunked_float32": chunked["chunked_float32_ms"] / ms,
+                "row_skip_ratio": float(result[2]["row_skip_ratio"]),
+                "row_skip_ratio_theory": theory[sweeps] if device == "cuda" else None,
+                "extra_mib": peak_mib(run, n * k * 12),
+                **chunked,
+            }
+        )
+    return rows
 
 
-def loss(x: Tensor, y: Tensor, k: int | None, product: float) -> dict[str, Any]:
+def loss(x: Tensor, y: Tensor, k: int | None, product: float) -> list[dict[str, Any]]:
+    device = x.device.type
     scale = torch.tensor([SCALE], device=x.device, requires_grad=True)
 
     def step() -> None:
@@ -89,11 +133,16 @@ def loss(x: Tensor, y: Tensor, k: int | None, product: float) -> dict[str, Any]:
         value = contrastive_loss(x, y, scale) if k is None else hard_negative_loss(x, y, scale, k=k)
         value.backward()
 
-    ms = median_ms(step, x.device.type, BUDGET_MS)
-    x.grad = y.grad = None
-    kept = 2 * x.numel() * x.element_size() + (0 if k is None else 2 * len(x) * k * 12)
-    name = "contrastive_loss" if k is None else "hard_negative_loss"
-    return {"loss": name, "k": k, "ms": ms, "products": ms / product, "extra_mib": peak_mib(step, kept)}
+    rows = []
+    for sweeps in (1,) if k is None else sweep_kinds(device):
+        run = with_sweeps(step, sweeps) if device == "cuda" else step
+        ms = median_ms(run, device, BUDGET_MS)
+        x.grad = y.grad = None
+        kept = 2 * x.numel() * x.element_size() + (0 if k is None else 2 * len(x) * k * 12)
+        name = "contrastive_loss" if k is None else "hard_negative_loss"
+        row = {"loss": name, "k": k, "sweeps": sweeps, "ms": ms, "products": ms / product}
+        rows.append(row | {"extra_mib": peak_mib(run, kept)})
+    return rows
 
 
 def skip_ratios(device: str, n: int, block: int, k: int) -> dict[str, float]:
@@ -103,13 +152,12 @@ def skip_ratios(device: str, n: int, block: int, k: int) -> dict[str, float]:
     blocks = n // block
     highest = (queries @ keys[: blocks * block].T).reshape(len(queries), blocks, block).amax(2)
     threshold = highest.topk(min(k, blocks), dim=1).values[:, -1:]
-    t = torch.arange(1, blocks + 1, dtype=torch.float64)
     return {
         "n": n,
         "block": block,
         "k": k,
         "one sweep": ratio,
-        "one sweep, theory": float(((1 - 1 / t) ** k).mean()),
+        "one sweep, theory": one_sweep_theory(blocks, k),
         "two sweeps": float((highest < threshold).double().mean()),
         "two sweeps, theory": max(1 - k / blocks, 0.0),
     }
@@ -130,38 +178,103 @@ def mining(device: str, n: int, d: int, dtype: torch.dtype, k: int) -> dict[str,
     return {"pairs": n, "num_negatives": k, "seconds": time.perf_counter() - start, "extra_mib": extra}
 
 
+def table(results: dict[str, Any]) -> str:
+    """The figures that the targets are about."""
+    number = lambda value, form: "" if value is None else format(value, form)  # noqa: E731
+    lines = [
+        f"{results['device']}, {results['dtype']}, D = {results['depth']}, roof {results['roof_tflops']:.0f} TFLOP/s"
+    ]
+    for size in results["sizes"]:
+        lines.append(f"N = {size['n']:,}: a product {size['product_ms']:.2f} ms, {size['product_tflops']:.0f} TFLOP/s")
+        lines.append(
+            f"{'search, k':>12} {'sweeps':>6} {'ms':>8} {'share':>6} {'x chunked f32':>13} {'skip':>6} {'theory':>6} "
+            f"{'MiB':>6}"
+        )
+        for row in size["search"]:
+            lines.append(
+                f"{row['k']:>12} {row['sweeps']:>6} {row['ms']:8.2f} {row['share_of_product_rate']:6.2f} "
+                f"{row['times_faster_than_chunked_float32']:13.2f} {row['row_skip_ratio']:6.3f} "
+                f"{number(row['row_skip_ratio_theory'], '.3f'):>6} {number(row['extra_mib'], '.0f'):>6}"
+            )
+        lines.append(f"{'loss, k':>12} {'sweeps':>6} {'ms':>8} {'products':>8} {'MiB':>6}")
+        for row in size["loss"]:
+            name = "contrastive" if row["k"] is None else row["k"]
+            memory = number(row["extra_mib"], ".0f")
+            lines.append(f"{name:>12} {row['sweeps']:>6} {row['ms']:8.2f} {row['products']:8.2f} {memory:>6}")
+    for row in results["skip_ratios"]:
+        pairs_of = ", ".join(f"{row[name]:.3f} ({row[f'{name}, theory']:.3f})" for name in ("one sweep", "two sweeps"))
+        lines.append(
+            f"skip ratio n={row['n']} block={row['block']} k={row['k']}, one and two sweeps (theory): {pairs_of}"
+        )
+    if "mining" in results:
+        row = results["mining"]
+        memory = number(row["extra_mib"], ",.0f")
+        lines.append(f"mining {row['pairs']:,} pairs, both directions: {row['seconds']:.1f} s, {memory} MiB extra")
+    return "\n".join(lines)
+
+
+def plot(size: dict[str, Any], path: Path) -> None:
+    """Time of the search over k, and of the losses in products."""
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for sweeps in sorted({row["sweeps"] for row in size["search"]}):
+        rows = [row for row in size["search"] if row["sweeps"] == sweeps]
+        name = "one sweep" if sweeps == 1 else "a first sweep for bounds"
+        left.plot([row["k"] for row in rows], [row["ms"] for row in rows], marker="o", label=name)
+        losses = [row for row in size["loss"] if row["sweeps"] == sweeps and row["k"] is not None]
+        right.plot([row["k"] for row in losses], [row["products"] for row in losses], marker="o", label=name)
+    for key, name in (
+        ("chunked_float32_ms", "chunked, float32 scores"),
+        ("chunked_input_dtype_ms", "chunked, input dtype"),
+    ):
+        rows = [row for row in size["search"] if row["sweeps"] == 1]
+        left.plot([row["k"] for row in rows], [row[key] for row in rows], marker="x", linestyle="--", label=name)
+    left.axhline(size["product_ms"], color="grey", linestyle=":", label="one product")
+    right.axhline(size["loss"][0]["products"], color="grey", linestyle=":", label="contrastive_loss")
+    left.set(xscale="log", yscale="log", xlabel="k", ylabel="ms", title=f"search, one direction, N = {size['n']:,}")
+    right.set(xscale="log", xlabel="k", ylabel="products of 2 N^2 D", title="loss, forward and backward")
+    left.legend(fontsize=7)
+    right.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="*", default=[65_536], help="none: the skip ratios only")
     parser.add_argument("--depth", type=int, default=512)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--ks", type=int, nargs="+", default=[8, 32, 64, 256])
+    parser.add_argument("--ks", type=int, nargs="+", default=[8, 32, 64, 256, 1024])
     parser.add_argument("--loss-ks", type=int, nargs="+", default=[32, 256, 1024])
     parser.add_argument("--mine", type=int, default=0, help="pairs of the data set searched; 0: none")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "topk.json")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
     args = parser.parse_args()
     torch.manual_seed(0)
     name = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
     results: dict[str, Any] = {"device": name, "torch": torch.__version__, "dtype": args.dtype, "depth": args.depth}
+    results["roof_tflops"] = roof_tflops(args.device, DTYPES[args.dtype])
     results["sizes"] = []
     for n in args.sizes:
         x, y = pairs(n, args.depth, DTYPES[args.dtype], args.device)
         product = product_ms(x.detach(), y.detach())
         row = {"n": n, "product_ms": product, "product_tflops": 2 * n * n * args.depth / product / 1e9}
-        row["search"] = [search(x.detach(), y.detach(), k, product) for k in args.ks if k < n]
-        row["loss"] = [loss(x, y, k, product) for k in (None, *(k for k in args.loss_ks if k < n))]
+        row["search"] = [one for k in args.ks if k < n for one in search(x.detach(), y.detach(), k, product)]
+        row["loss"] = [one for k in (None, *(k for k in args.loss_ks if k < n)) for one in loss(x, y, k, product)]
         results["sizes"].append(row)
-        print(json.dumps(row, indent=2), flush=True)
     results["skip_ratios"] = [
         skip_ratios(args.device, n, block, k)
         for n, block, k in ((65_536, 128, 32), (65_536, 128, 8), (65_536, 1024, 32), (16_384, 64, 16))
     ]
     if args.mine:
         results["mining"] = mining(args.device, args.mine, args.depth, DTYPES[args.dtype], 8)
-    print(json.dumps({name: results[name] for name in ("skip_ratios", "mining") if name in results}, indent=2))
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    path = args.out / f"topk_{re.sub(r'[^a-z0-9]+', '_', name.lower())}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    if results["sizes"]:
+        plot(results["sizes"][-1], path.with_suffix(".png"))
+    print(table(results))
 
 
 if __name__ == "__main__":
