@@ -1,5 +1,6 @@
 """Loading a dual encoder, with or without adapters, from a folder or the Hub."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from json import JSONDecodeError
@@ -17,7 +18,9 @@ from transformers.utils import cached_file
 
 from hf_infcl.hub.adapters import CONFIG_NAME, WEIGHTS_NAME, DualEncoderPeftModel, check_adapter_name
 from hf_infcl.hub.weights import Shapes, find_misfits, tensor_shapes
-from hf_infcl.models import family_of, prepare_dual_encoder
+from hf_infcl.models import family_of, prepare_dual_encoder, unwrap
+
+logger = logging.getLogger(__name__)
 
 Location = str | PathLike[str]
 
@@ -241,3 +244,27 @@ def _check_fit(model: Any, name: str, adapter: str, base: str, found: Shapes) ->
     misfits = find_misfits(found, wanted, model.state_dict())
     if misfits:
         raise ValueError(f"the adapter {adapter!r} does not belong to the base {base!r}: {misfits}")
+    _warn_of_bare_layers(model, name, adapter, base, found)
+
+
+def _warn_of_bare_layers(model: Any, name: str, adapter: str, base: str, found: Shapes) -> None:
+    """Names a base that has layers beyond those an adapter lists: it then fits a deeper base as well as its own."""
+    targets = model.peft_config[name].target_modules
+    if not targets or isinstance(targets, str):
+        return  # names found by a pattern, or by their ends, are looked for in every layer of the base
+    for stack, layers in unwrap(model).named_modules():
+        if not isinstance(layers, nn.ModuleList) or not any(f"{stack}." in target for target in targets):
+            continue
+        start = f"base_model.model.{stack}."
+        adapted = {int(key.removeprefix(start).partition(".")[0]) for key in found if key.startswith(start)}
+        # The last layers, or every second one, may be what was chosen; the first ones look like a shallower base's all.
+        if adapted == set(range(len(adapted))) and len(adapted) < len(layers):
+            logger.warning(
+                "the adapter %r has weights for the first %d of the %d layers in %s of the base %r: if the base it was "
+                "trained on had no more, this is another one",
+                adapter,
+                len(adapted),
+                len(layers),
+                stack,
+                base,
+            )

@@ -262,6 +262,28 @@ def test_an_adapter_of_a_base_of_another_depth_is_refused(layers: int, tmp_path:
         load_dual_encoder(other, adapter=tmp_path / "adapter")
 
 
+def test_listed_layers_on_a_deeper_base_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    base = save_tiny(tiny_clip(num_hidden_layers=1), tmp_path / "base")
+    deeper = save_tiny("clip", tmp_path / "deeper")
+    save_adapter(_adapted(base), tmp_path / "adapter")  # fewer than 20 layers, which PEFT lists by their full names
+    load_dual_encoder(base, adapter=tmp_path / "adapter")
+    assert not [record for record in caplog.records if record.name == "hf_infcl.hub.loading"]
+    load_dual_encoder(deeper, adapter=tmp_path / "adapter")
+    said = [record.getMessage() for record in caplog.records if record.name == "hf_infcl.hub.loading"]
+    assert len(said) == 1
+    assert "the first 1 of the 2 layers in text_model.encoder.layers" in said[0]
+
+
+@pytest.mark.parametrize(
+    "targets", [["vision_model.encoder.layers.1.self_attn.q_proj"], "vision_model.*[.]0[.].*q_proj"]
+)
+def test_layers_that_were_chosen_are_none(targets: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    base = save_tiny("clip", tmp_path / "base")
+    save_adapter(_adapted(base, target_modules=targets), tmp_path / "adapter")
+    load_dual_encoder(base, adapter=tmp_path / "adapter")
+    assert not [record for record in caplog.records if record.name == "hf_infcl.hub.loading"]
+
+
 @pytest.mark.parametrize("other", sorted({*FAMILIES} - {"clip"}))
 @pytest.mark.parametrize("targets", [None, ["q_proj", "query"]])
 def test_an_adapter_of_another_family_is_refused(other: str, targets: list[str] | None, tmp_path: Path) -> None:
