@@ -2,9 +2,11 @@
 
 import re
 
+import pytest
 from huggingface_hub import ModelCard
 from PIL import Image
 
+from hf_infcl import load_dual_encoder
 from hf_infcl.cli.demo import Sizes, dense_loss_bytes, report, run_demo, tiny_clip
 from hf_infcl.data import sample_processor
 
@@ -29,6 +31,10 @@ def test_a_small_demo_runs_from_end_to_end(tmp_path, capfd):
     assert "128 pairs = 64 a micro-batch x 2 accumulated x 1 process" in card.text
     assert str(tmp_path) not in card.content
     assert Image.open(adapter / "curves.png").size[0] > 1000
+    # Its base is a folder, which no file names: README.md says to name both.
+    load_dual_encoder(tmp_path / "out" / "base", adapter=adapter)
+    with pytest.raises(ValueError, match="does not say which model it belongs to"):
+        load_dual_encoder(adapter)
     for folder in (adapter, tmp_path / "out" / "base"):
         assert (folder / "tokenizer.json").exists()
 
