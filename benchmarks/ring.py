@@ -272,17 +272,20 @@ def main() -> None:
     torch.set_num_threads(1)
     # Who else computes on this machine: times of processes that share cores say little where it is high.
     found = environment() | {"load per core": round(os.getloadavg()[0] / (os.cpu_count() or 1), 1)}
-    rows = one_device(arguments, device) if "one" in arguments.suite else []
-    if on_gpu:
-        torch.cuda.empty_cache()  # what this process keeps for itself, the others may need
-    if {"weak", "strong"} & set(arguments.suite):
-        for size in arguments.processes:
-            with tempfile.TemporaryDirectory() as folder:
-                mp.spawn(worker, (size, folder, arguments, device), nprocs=size)
-                rows += json.loads(Path(folder, "rows.json").read_text())
     arguments.out.mkdir(parents=True, exist_ok=True)
     file = arguments.out / f"ring_{found['device'].lower().replace(' ', '_')}.json"
-    file.write_text(json.dumps({"environment": found, "rows": rows}, indent=1) + "\n")
+
+    def keep(rows: list[Row]) -> list[Row]:
+        file.write_text(json.dumps({"environment": found, "rows": rows}, indent=1) + "\n")
+        return rows
+
+    rows = keep(one_device(arguments, device) if "one" in arguments.suite else [])
+    if on_gpu:
+        torch.cuda.empty_cache()  # what this process keeps for itself, the others may need
+    for size in arguments.processes if {"weak", "strong"} & set(arguments.suite) else []:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(worker, (size, folder, arguments, device), nprocs=size)
+            rows = keep(rows + json.loads(Path(folder, "rows.json").read_text()))
     plot(rows, file.with_suffix(".png"))
     print("\n" + summary(rows))
     print("written:", file)
