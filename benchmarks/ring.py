@@ -206,7 +206,7 @@ def one_device(arguments: argparse.Namespace, device: str) -> list[Row]:
     for size in arguments.played:
         add("played ring", arguments.local, size, ours(PlayedWorld(None, 0, size), HOP), 3)
     for size in arguments.played:
-        add("played, strong", arguments.local // size, size, ours(PlayedWorld(None, 0, size), HOP), 0.5)
+        add("played, strong", max(arguments.total) // size, size, ours(PlayedWorld(None, 0, size), HOP), 0.5)
     for size, total in itertools.product(arguments.played, arguments.gathered):
         world = PlayedWorld(None, 0, size)
         add("played hop", total // size, size, ours(world, HOP), 0.2, beyond_gather_ms=ours(world, GATHER))

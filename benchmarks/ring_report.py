@@ -81,6 +81,9 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             axis.plot([row["processes"] for row in points], [row["tflops"] for row in points], marker="o", label=label)
         axis.set(title=f"{suite} scaling", xlabel="processes", ylabel="TFLOP/s of each on 4 products", ylim=(0, None))
         if curves:
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(sorted({row["processes"] for points in curves.values() for row in points}))
+            axis.xaxis.set_major_formatter("{x:.0f}")
             axis.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
