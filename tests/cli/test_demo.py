@@ -7,7 +7,7 @@ from huggingface_hub import ModelCard
 from PIL import Image
 
 from hf_infcl import load_dual_encoder
-from hf_infcl.cli.demo import Sizes, dense_loss_bytes, report, run_demo, tiny_clip
+from hf_infcl.cli.demo import MICRO_BATCH, Sizes, dense_loss_bytes, report, run_demo, tiny_clip
 from hf_infcl.data import sample_processor
 
 
@@ -18,6 +18,7 @@ def test_a_small_demo_runs_from_end_to_end(tmp_path, capfd):
     shown = capfd.readouterr().out
     assert "<- its own" in shown  # said by the fresh process
     assert "image to text, recall@10" in shown
+    assert re.search(r"Adapter file \d+ KiB; \d+ seconds in all; peak memory [\d,]+ MiB", shown)
     assert re.search(r"activations, 128 pairs +│ +[\d,]+ MiB \(64 at a time\) │ +[\d,]+ MiB", shown)
     assert re.search(r"similarities, 65,536 pairs │ +a few MiB │ +64 GiB", shown)
     assert "hf-infcl train --model_name_or_path openai/clip-vit-base-patch32" in shown
@@ -37,6 +38,12 @@ def test_a_small_demo_runs_from_end_to_end(tmp_path, capfd):
         load_dual_encoder(adapter)
     for folder in (adapter, tmp_path / "out" / "base"):
         assert (folder / "tokenizer.json").exists()
+
+
+def test_the_contrastive_batch_is_at_least_1024_in_micro_batches_of_at_most_64():
+    assert MICRO_BATCH <= 64
+    assert Sizes().accumulation * MICRO_BATCH >= 1024
+    assert Sizes().train_rows >= 1024
 
 
 def test_the_base_is_tiny():

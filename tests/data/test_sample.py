@@ -1,5 +1,9 @@
 """The built-in scenes: what tests, demo and documentation rely on."""
 
+import hashlib
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -13,6 +17,16 @@ def test_a_row_does_not_depend_on_how_many_are_drawn():
         few, few_texts = sample_arrays(domain, size=3)
         assert np.array_equal(many[:3], few)
         assert texts[:3] == few_texts
+
+
+def test_another_process_draws_the_same():
+    code = (
+        "import hashlib; from hf_infcl.data import sample_arrays; images, captions = sample_arrays('photo', size=3); "
+        "print(hashlib.sha256(images.tobytes() + repr(captions).encode()).hexdigest())"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    images, captions = sample_arrays("photo", size=3)
+    assert told.stdout.strip() == hashlib.sha256(images.tobytes() + repr(captions).encode()).hexdigest()
 
 
 def test_seed_split_and_domain_each_give_other_pictures():

@@ -10,12 +10,12 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModel, AutoProcessor, BertConfig, BertModel, CLIPModel
+from transformers import AutoModel, AutoProcessor, BertConfig, BertModel, CLIPModel, SiglipProcessor
 
 from hf_infcl import load_dual_encoder
 from hf_infcl.hub import adapters, save_adapter
-from hf_infcl.models import complete_lora_config, logit_scale_parameter, prepare_dual_encoder
-from tests.tiny import MODELS, save_tiny, tiny_batch, tiny_clip, tiny_processor
+from hf_infcl.models import complete_lora_config, family_of, logit_scale_parameter, prepare_dual_encoder
+from tests.tiny import MODELS, save_tiny, siglip2_tokenizer, tiny_batch, tiny_clip, tiny_processor
 
 FAMILIES = sorted(MODELS)
 
@@ -46,6 +46,21 @@ def test_a_model_loads_ready_to_embed(family: str, tmp_path: Path) -> None:
     _assert_equal(model(**tiny_batch(family)), stock, atol=1e-6)
     assert not model.training
     assert type(processor) is type(tiny_processor(family))
+
+
+def test_a_siglip_2_of_fixed_resolution_is_a_siglip(tmp_path: Path) -> None:
+    """These checkpoints say `siglip` and bring SigLIP 2's tokenizer."""
+    stock = MODELS["siglip"](seed=0)
+    stock.save_pretrained(tmp_path)
+    SiglipProcessor(tiny_processor("siglip").image_processor, siglip2_tokenizer()).save_pretrained(tmp_path)
+    model, processor = load_dual_encoder(tmp_path)
+    padding = family_of(model).text_padding(model, processor)
+    assert (padding["padding"], padding["max_length"]) == ("max_length", 64)
+    images = tiny_batch("siglip")["pixel_values"]
+    texts = processor(text=["a cat", "two dogs", "a"], return_tensors="pt", **padding)
+    found = model(pixel_values=images, input_ids=texts["input_ids"])
+    wanted = stock(pixel_values=images, input_ids=texts["input_ids"])
+    _assert_equal(found, wanted, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -49,6 +49,14 @@ def test_reports_go_to_every_callback(tmp_path):
     assert "contrastive_batch_size" in lines[0]
 
 
+def test_bars_show_how_far_training_and_evaluation_are(tmp_path, capfd):
+    run = trainer(tmp_path, n=16, max_steps=2, eval_dataset=Rows(8), per_device_eval_batch_size=2, disable_tqdm=False)
+    run.train()
+    assert "2/2 [" in capfd.readouterr().err
+    run.evaluate()
+    assert "4/4 [" in capfd.readouterr().err
+
+
 def test_the_loss_is_that_of_all_micro_batches_together(tmp_path):
     rows = Rows(8)
     model = tiny_clip()
