@@ -50,10 +50,9 @@ def _places(chosen):
 def _append(u, col0, rows, n_rows, cut, cut_index, keys, indices, base, count):
     """Appends the scores of a tile that beat their row's cut to the row's buffer, and returns the new counts."""
     if u.shape[1] > 32:
-        half: tl.constexpr = u.shape[1] // 2
         left, right = halves(u)
         count = _append(left, col0, rows, n_rows, cut, cut_index, keys, indices, base, count)
-        return _append(right, col0 + half, rows, n_rows, cut, cut_index, keys, indices, base, count)
+        return _append(right, col0 + u.shape[1] // 2, rows, n_rows, cut, cut_index, keys, indices, base, count)
     else:
         key = _key(u)
         at = tl.broadcast_to((col0 + tl.arange(0, u.shape[1]))[None, :], u.shape)
@@ -139,23 +138,23 @@ def _keep_best(keys, indices, base, count, cut, cut_index, k, WIDTH: tl.constexp
     return kept, tl.where(is_full, low, cut), tl.where(is_full, last, cut_index)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_cols", "depth", "shift", "offset"])
+@triton.jit(do_not_specialize=["n_rows", "n_cols", "depth", "shift", "offset", "k"])
 def topk_buffer_kernel(
     x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, ceiling,
-    scores, indices, offset, k, skipped, bounds, keys, key_indices,
+    scores, indices, offset, k, skipped, bounds, keys, key_indices, capacity,
     ID_COLUMNS: tl.constexpr, EXCLUDE_PAIRS: tl.constexpr, CEILING: tl.constexpr, LOAD: tl.constexpr,
-    BOUNDED: tl.constexpr, CAPACITY: tl.constexpr, WIDTH: tl.constexpr,
+    BOUNDED: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
     """Best k of all columns, for a k beyond the registers. Grid: strips of rows.
 
-    scores, indices: (n, k), read first where LOAD. keys, key_indices: (strips * BLOCK_M, CAPACITY) int32, the buffers,
+    scores, indices: (n, k), read first where LOAD. keys, key_indices: (strips * BLOCK_M, capacity) int32, the buffers,
     with room for k entries and one tile's. bounds: (n,) float32 (BOUNDED).
     """
     strip = tl.program_id(0)
     row0 = strip * BLOCK_M
     rows = row0 + tl.arange(0, BLOCK_M)
-    base = rows * CAPACITY
+    base = rows * capacity
     count = tl.zeros((BLOCK_M,), tl.int32)
     cut = tl.full((BLOCK_M,), LOWEST_KEY, tl.int32)
     cut_index = tl.full((BLOCK_M,), NO_INDEX, tl.int32)
@@ -189,7 +188,7 @@ def topk_buffer_kernel(
             skips += (best < cut).to(tl.int32)
             if tl.max(((best >= cut) & (rows < n_rows)).to(tl.int32), 0) > 0:
                 count = _append(u, offset + col0, rows, n_rows, cut, cut_index, keys, key_indices, base, count)
-        if (tl.max(count, 0) > CAPACITY - BLOCK_N) | (col0 >= n_cols):
+        if (tl.max(count, 0) > capacity - BLOCK_N) | (col0 >= n_cols):
             count, cut, cut_index = _keep_best(
                 keys, key_indices, base, count, cut, cut_index, k, WIDTH, BLOCK_M
             )  # fmt: skip

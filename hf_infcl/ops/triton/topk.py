@@ -13,7 +13,7 @@ from hf_infcl.ops.topk import Links, TopK
 from hf_infcl.ops.triton.configs import TileConfig
 from hf_infcl.ops.triton.kernels_topk import link_kernel, maxima_kernel, merge_kernel, topk_kernel
 from hf_infcl.ops.triton.kernels_topk_buffer import topk_buffer_kernel
-from hf_infcl.ops.triton.launch import Tiles, operand
+from hf_infcl.ops.triton.launch import Tiles, on, operand
 
 _LARGEST_IN_REGISTERS = 64
 # A strip of 64 rows leaves room for three or four programs on a multiprocessor, whose selections overlap with the
@@ -68,10 +68,9 @@ def offer(
             continue
         if others.offset + len(others) > _MAX_INDEX:
             raise ValueError(f"backend='triton' selects among at most {_MAX_INDEX} candidates; use backend='torch'")
-        if best.k <= _LARGEST_IN_REGISTERS:
-            _offer_in_registers(anchors, others, best, exclude_pairs, ceiling, precision, block_size)
-        else:
-            _offer_in_buffers(anchors, others, best, exclude_pairs, ceiling, precision, block_size)
+        search = _offer_in_registers if best.k <= _LARGEST_IN_REGISTERS else _offer_in_buffers
+        with on(best.scores.device):
+            search(anchors, others, best, exclude_pairs, ceiling, precision, block_size)
 
 
 def _arguments(tiles: Tiles, exclude_pairs: bool, ceiling: Tensor | None) -> dict[str, Any]:
@@ -227,7 +226,7 @@ def _offer_in_buffers(
             key_indices=buffers[1],
             LOAD=True,
             BOUNDED=bounds is not None,
-            CAPACITY=capacity,
+            capacity=capacity,
             WIDTH=width,
         )
         _count(best, skipped, (min(part.stop, len(anchors)) - part.start) * tiles.tiles_n)
@@ -248,17 +247,18 @@ def link_gradient(
         shares = from_source.weights.flatten()[order]
         sources = order.div_(k, rounding_mode="floor").to(torch.int32)
     block_d = min(triton.next_power_of_2(depth), 1024)
-    link_kernel[(n, triton.cdiv(depth, block_d))](
-        out, out.stride(0), x, x.stride(0), len(x), depth, factor,
-        weights=None if from_target is None else from_target.weights,
-        indices=None if from_target is None else from_target.indices,
-        k=0 if from_target is None else from_target.indices.shape[1],
-        starts=starts,
-        sources=sources,
-        shares=shares,
-        GATHER=from_target is not None,
-        SCATTER=from_source is not None,
-        STEP=8,
-        BLOCK_D=block_d,
-        num_warps=4,
-    )  # fmt: skip
+    with on(out.device):
+        link_kernel[(n, triton.cdiv(depth, block_d))](
+            out, out.stride(0), x, x.stride(0), len(x), depth, factor,
+            weights=None if from_target is None else from_target.weights,
+            indices=None if from_target is None else from_target.indices,
+            k=0 if from_target is None else from_target.indices.shape[1],
+            starts=starts,
+            sources=sources,
+            shares=shares,
+            GATHER=from_target is not None,
+            SCATTER=from_source is not None,
+            STEP=8,
+            BLOCK_D=block_d,
+            num_warps=4,
+        )  # fmt: skip
