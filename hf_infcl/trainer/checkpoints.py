@@ -127,6 +127,11 @@ def _check_weights(folder: Path, model: nn.Module) -> None:
         raise ValueError(f"the checkpoint {str(folder)!r} is of another model: {misfits}")
 
 
+def saved_step(folder: str | Path) -> int:
+    """How many optimizer steps a run had taken when it saved a checkpoint."""
+    return int(json.loads(Path(folder, "trainer_state.json").read_text())["global_step"])
+
+
 def stream_position(folder: str | Path) -> tuple[int, int]:
     """Where in a data set without a length a run stood when it saved a checkpoint.
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from hf_infcl.data import ImageTextCollator
 from hf_infcl.models import family_of
 from hf_infcl.trainer import checks
 from hf_infcl.trainer.callbacks import FillMemoryBank, LogitScaleCap
-from hf_infcl.trainer.checkpoints import check_checkpoint, stream_position
+from hf_infcl.trainer.checkpoints import check_checkpoint, saved_step, stream_position
 from hf_infcl.trainer.config import InfCLConfig
 from hf_infcl.trainer.loaders import WholeGroups, as_pairs, eval_loader, train_loader
 from hf_infcl.trainer.preparation import load_model, load_processor, prepare_model, scale_cap, sides_of
@@ -211,19 +212,26 @@ class InfCLTrainer(SavingTrainer, SteppingTrainer):
             Its folder, or None to begin anew.
 
         Raises:
-            ValueError: there is none, or it does not belong to this run.
+            ValueError: there is none, it does not belong to this run, or the processes would go on from different
+                steps; on every process.
         """
+        checks.check_agreement("whether to resume", bool(resume_from_checkpoint))
         if not resume_from_checkpoint:
             return None
-        path = resume_from_checkpoint
-        if isinstance(path, bool):
-            path = get_last_checkpoint(self.args.output_dir)
-            if path is None:
-                raise ValueError(f"there is no checkpoint in output_dir={self.args.output_dir!r} to resume from")
         # Each process has files of its own; without this the others would wait for one that lacks its own.
         with checks.failing_together():
-            check_checkpoint(str(path), self.model, self.args, needs_bank=self.args.memory_bank_size > 0)
-        return str(path)
+            path: str | None
+            if isinstance(resume_from_checkpoint, bool):
+                folder = self.args.output_dir
+                path = get_last_checkpoint(folder) if Path(folder).is_dir() else None
+                if path is None:
+                    raise ValueError(f"there is no checkpoint in output_dir={folder!r} to resume from")
+            else:
+                path = str(resume_from_checkpoint)
+            check_checkpoint(path, self.model, self.args, needs_bank=self.args.memory_bank_size > 0)
+        # One that is further on would stop before the others.
+        checks.check_agreement("the step to resume from", saved_step(path))
+        return path
 
     def train(
         self,

@@ -70,9 +70,9 @@ CASES = {
     "hard negatives": {"loss_type": "hard_negative", "num_hard_negatives": 5},
     "rows left over": {"rows": 47, "num_train_epochs": 4, "max_steps": -1},
 }
-WORLDS = {2: list(CASES), 3: ["full", "hard negatives"], 4: ["full", "lora"]}
+WORLDS = {2: list(CASES), 3: ["full", "lora", "hard negatives"], 4: ["full", "lora"]}
 # The texts travel; or they are gathered, which shows in the loss alone.
-PATHS = {"0": list(CASES), "1000000": ["full", "hard negatives"]}
+PATHS = {"0": list(CASES), "1000000": ["full", "lora", "hard negatives"]}
 
 
 def train_each(rank: int, world: int, folder: str) -> dict[tuple[str, str], dict[str, Any]]:
@@ -199,6 +199,29 @@ def test_a_file_that_one_process_lacks_stops_all(tmp_path):
     assert first == second
     assert first.startswith("process 1: the checkpoint")
     assert "lacks rng_state_1.pth" in first
+
+
+def resumed_apart(rank: int, world: int, folder: str) -> list[str]:
+    options = dict(max_steps=2, save_strategy="steps", save_steps=1, per_device_train_batch_size=2)
+    trainer(Path(folder), **options).train()
+    messages = []
+    # As on machines with a disk of their own: one has gone further, to the end; one has nothing.
+    for found in (str(Path(folder, f"checkpoint-{rank + 1}")), rank == 1):
+        with pytest.raises(ValueError) as error:
+            trainer(Path(folder), **options).train(found)
+        messages.append(str(error.value))
+    with pytest.raises(ValueError) as error:
+        trainer(Path(folder, "new" if rank == 1 else ""), **options).train(True)
+    return [*messages, str(error.value)]
+
+
+def test_processes_that_would_go_on_from_different_steps_are_told_so(tmp_path):
+    first, second = run_processes(resumed_apart, 2, args=(str(tmp_path),))
+    assert first == second
+    step, whether, nothing = first
+    assert step.endswith("the step to resume from, and do not: process 0 has 1, process 1 has 2")
+    assert whether.endswith("whether to resume, and do not: process 0 has False, process 1 has True")
+    assert nothing.startswith("process 1: there is no checkpoint in output_dir")
 
 
 def too_few(rank: int, world: int, folder: str) -> None:
