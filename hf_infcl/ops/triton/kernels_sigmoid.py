@@ -82,8 +82,8 @@ def sigmoid_loss_kernel(
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def sigmoid_weights_kernel(
     x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, related, related_stride, scale, bias,
-    g, g_stride, parts, n_programs, gain,
-    ID_COLUMNS: tl.constexpr, CELLS: tl.constexpr, MASK: tl.constexpr, WANT_SUM: tl.constexpr,
+    g, g_stride, parts, gain, n_programs,
+    WANT_SUM: tl.constexpr, ID_COLUMNS: tl.constexpr, CELLS: tl.constexpr, MASK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip

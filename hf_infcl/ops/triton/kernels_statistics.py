@@ -66,8 +66,8 @@ def _store_sums(
 def _tile_statistics(
     tile, x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, related, related_stride, s2,
     row_stats, col_stats, row_stats_stride, col_stats_stride, row_parts, col_parts, doubts,
-    ROWS: tl.constexpr, COLS: tl.constexpr, ID_COLUMNS: tl.constexpr, CELLS: tl.constexpr, MASK: tl.constexpr,
-    MANY_POSITIVES: tl.constexpr, SMOOTH: tl.constexpr, EXACT: tl.constexpr, REPAIR: tl.constexpr, FRESH: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, MANY_POSITIVES: tl.constexpr, SMOOTH: tl.constexpr, EXACT: tl.constexpr,
+    REPAIR: tl.constexpr, FRESH: tl.constexpr, ID_COLUMNS: tl.constexpr, CELLS: tl.constexpr, MASK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
@@ -168,8 +168,8 @@ def statistics_kernel(
     x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, related, related_stride, scale,
     row_stats, col_stats, row_stats_stride, col_stats_stride,
     row_parts, col_parts, doubts, n_programs,
-    ROWS: tl.constexpr, COLS: tl.constexpr, ID_COLUMNS: tl.constexpr, CELLS: tl.constexpr, MASK: tl.constexpr,
-    MANY_POSITIVES: tl.constexpr, SMOOTH: tl.constexpr, EXACT: tl.constexpr, REPAIR: tl.constexpr, FRESH: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, MANY_POSITIVES: tl.constexpr, SMOOTH: tl.constexpr, EXACT: tl.constexpr,
+    REPAIR: tl.constexpr, FRESH: tl.constexpr, ID_COLUMNS: tl.constexpr, CELLS: tl.constexpr, MASK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
@@ -207,7 +207,7 @@ def statistics_kernel(
             _tile_statistics(
                 tile, x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, related, related_stride,
                 s2, row_stats, col_stats, row_stats_stride, col_stats_stride, row_parts, col_parts, doubts,
-                ROWS, COLS, ID_COLUMNS, CELLS, MASK, MANY_POSITIVES, SMOOTH, EXACT, REPAIR, FRESH,
+                ROWS, COLS, MANY_POSITIVES, SMOOTH, EXACT, REPAIR, FRESH, ID_COLUMNS, CELLS, MASK,
                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP, PRECISION, USE_TMA,
             )  # fmt: skip
 

@@ -44,9 +44,9 @@ def _range(stats, stats_stride, at, there, s2):
 def _tile_weights(
     tile, x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, related, related_stride, s2,
     row_stats, col_stats, row_stats_stride, col_stats_stride, g, g_stride, sum_parts, smoothing, gain,
-    ROWS: tl.constexpr, COLS: tl.constexpr, ID_COLUMNS: tl.constexpr, CELLS: tl.constexpr, MASK: tl.constexpr,
-    MANY_POSITIVES: tl.constexpr, SMOOTH: tl.constexpr, EXACT: tl.constexpr, WANT_SUM: tl.constexpr,
-    DEFER: tl.constexpr, REPAIR: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, MANY_POSITIVES: tl.constexpr, SMOOTH: tl.constexpr, EXACT: tl.constexpr,
+    WANT_SUM: tl.constexpr, DEFER: tl.constexpr, REPAIR: tl.constexpr,
+    ID_COLUMNS: tl.constexpr, CELLS: tl.constexpr, MASK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
@@ -137,10 +137,10 @@ def _tile_weights(
 def weights_kernel(
     x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, related, related_stride, scale,
     row_stats, col_stats, row_stats_stride, col_stats_stride,
-    g, g_stride, sum_parts, doubts, n_programs, smoothing, gain,
-    ROWS: tl.constexpr, COLS: tl.constexpr, ID_COLUMNS: tl.constexpr, CELLS: tl.constexpr, MASK: tl.constexpr,
-    MANY_POSITIVES: tl.constexpr, SMOOTH: tl.constexpr, EXACT: tl.constexpr, WANT_SUM: tl.constexpr,
-    DEFER: tl.constexpr, REPAIR: tl.constexpr,
+    g, g_stride, sum_parts, doubts, smoothing, gain, n_programs,
+    ROWS: tl.constexpr, COLS: tl.constexpr, MANY_POSITIVES: tl.constexpr, SMOOTH: tl.constexpr, EXACT: tl.constexpr,
+    WANT_SUM: tl.constexpr, DEFER: tl.constexpr, REPAIR: tl.constexpr,
+    ID_COLUMNS: tl.constexpr, CELLS: tl.constexpr, MASK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
@@ -167,6 +167,6 @@ def weights_kernel(
             _tile_weights(
                 tile, x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, related, related_stride,
                 s2, row_stats, col_stats, row_stats_stride, col_stats_stride, g, g_stride, sum_parts, smoothing, gain,
-                ROWS, COLS, ID_COLUMNS, CELLS, MASK, MANY_POSITIVES, SMOOTH, EXACT, WANT_SUM, DEFER, REPAIR,
+                ROWS, COLS, MANY_POSITIVES, SMOOTH, EXACT, WANT_SUM, DEFER, REPAIR, ID_COLUMNS, CELLS, MASK,
                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP, PRECISION, USE_TMA,
             )  # fmt: skip

@@ -1,13 +1,13 @@
 """From sides to kernel arguments: operands, tile grids and the launches themselves."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.runtime import driver
 
 from hf_infcl.ops.dispatch import triton_interpreted
 from hf_infcl.ops.sides import Rule, Side
@@ -26,45 +26,45 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
-@cache
-def _parameters(kernel: Any) -> tuple[tuple[str, str], ...]:
-    """Name and kind of a kernel's parameters: "constant", "size" (any number, one code) or "value"."""
-    return tuple(
-        (p.name, "constant" if p.is_constexpr else "size" if p.do_not_specialize else "value") for p in kernel.params
-    )
-
-
 def _trait(value: Any) -> Any:
     """What Triton's specialisation sees of a run-time argument."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() % 16 == 0
-    if isinstance(value, int):
+    kind = type(value)
+    if kind is int:
         return value == 1, value % 16 == 0
-    if isinstance(value, float) or value is None:
-        return type(value)
+    if kind is float or value is None:
+        return kind
+    if kind is Tensor or isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
     return value.base.dtype, *value.block_shape  # a tensor descriptor
 
 
 def launch(
-    kernel: Any, programs: int, arguments: dict[str, Any], device: torch.device, warps: int, stages: int
+    kernel: Any,
+    device: torch.device,
+    programs: int,
+    values: tuple[Any, ...],
+    constants: tuple[Any, ...],
+    warps: int,
+    stages: int,
 ) -> None:
-    """Launches a kernel; from the second time on without Triton's binding of arguments, most of a launch's cost."""
+    """Launches a kernel; from the second time on without Triton's binding of arguments, most of a launch's cost.
+
+    Args:
+        values: run-time arguments, in the kernel's order.
+        constants: compile-time arguments, which follow them.
+    """
     if triton_interpreted():
-        kernel[(programs,)](**arguments, num_warps=warps, num_stages=stages)
+        kernel[(programs,)](*values, *constants, num_warps=warps, num_stages=stages)
         return
-    parameters = _parameters(kernel)
-    values = [arguments[name] for name, _ in parameters]
-    traits = [
-        value if kind == "constant" else None if kind == "size" else _trait(value)
-        for value, (_, kind) in zip(values, parameters, strict=True)
-    ]
-    key = (kernel, device, warps, stages, *traits)
+    key = (kernel, device, warps, stages, constants, tuple(map(_trait, values)))
+    found = _compiled.get(key)
     with on(device):
-        found = _compiled.get(key)
-        if found is not None:
-            found[(programs, 1, 1)](*values)
+        if found is None:
+            _compiled[key] = kernel[(programs,)](*values, *constants, num_warps=warps, num_stages=stages)
         else:
-            _compiled[key] = kernel[(programs,)](*values, num_warps=warps, num_stages=stages)
+            stream = driver.active.get_current_stream(device.index)
+            metadata = found.packed_metadata
+            found.run(programs, 1, 1, stream, found.function, metadata, None, None, None, *values, *constants)
 
 
 def operand(embeds: Tensor) -> Tensor:
@@ -83,16 +83,28 @@ def operand(embeds: Tensor) -> Tensor:
     return copy[:, :depth]
 
 
+# What all kernels of the sweep take alike: the first of their run-time arguments, the last of their compile-time ones.
+_VALUES = (
+    "x", "y", "x_stride", "y_stride", "n_rows", "n_cols", "depth", "shift", "x_ids", "y_ids", "related",
+    "related_stride",
+)  # fmt: skip
+_CONSTANTS = ("ID_COLUMNS", "CELLS", "MASK", "BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP", "PRECISION", "USE_TMA")
+
+
 @dataclass(frozen=True)
 class Tiles:
-    """A chunk cut into tiles: what all kernels of the sweep take alike."""
+    """A chunk cut into tiles."""
 
-    arguments: dict[str, Any]
+    values: tuple[Any, ...]
+    constants: tuple[Any, ...]
     config: TileConfig
     tiles_m: int
     tiles_n: int
     processors: int
     device: torch.device
+    has_ids: bool
+    masks: bool
+    uses_tma: bool
 
     @classmethod
     def of(
@@ -115,55 +127,58 @@ class Tiles:
         (n_rows, depth), n_cols = x.shape, y.shape[0]
         device = x.device
         c = chosen or config(kernel, max(n_rows, n_cols), device, rows.embeds.dtype, precision)
-        tiles_m, tiles_n = -(-n_rows // c.block_m), -(-n_cols // c.block_n)
-        processors = chip(device.index or 0)[1] if device.type == "cuda" else 2
         tma = c.copy_engine and uses_tma(device)
-        x_ids, y_ids = (rows.ids, cols.ids) if relates(rows, cols, rule) else (None, None)
-        arguments = {
-            "x": descriptor(x, c.block_m, c.block_k) if tma else x,
-            "y": descriptor(y, c.block_n, c.block_k) if tma else y,
-            "x_stride": x.stride(0),
-            "y_stride": y.stride(0),
-            "n_rows": n_rows,
-            "n_cols": n_cols,
-            "depth": depth,
-            "shift": rows.offset - cols.offset,
-            "x_ids": None if x_ids is None else x_ids.contiguous(),
-            "y_ids": None if y_ids is None else y_ids.contiguous(),
-            "related": related,
-            "related_stride": 0 if related is None else related.stride(0),
-            "n_programs": tiles_m * tiles_n,
-            "ID_COLUMNS": 0 if x_ids is None else x_ids.shape[1],
-            "CELLS": related is not None,
-            "MASK": x_ids is not None and rule.duplicates == "mask",
-            "BLOCK_M": c.block_m,
-            "BLOCK_N": c.block_n,
-            "BLOCK_K": c.block_k,
-            "GROUP": c.group,
-            "PRECISION": precision,
-            "USE_TMA": tma,
-        }
-        return cls(arguments, c, tiles_m, tiles_n, processors, device)
+        x_ids, y_ids, id_columns = None, None, 0
+        if relates(rows, cols, rule):
+            assert rows.ids is not None
+            assert cols.ids is not None
+            x_ids, y_ids, id_columns = rows.ids.contiguous(), cols.ids.contiguous(), rows.ids.shape[1]
+        masks = id_columns > 0 and rule.duplicates == "mask"
+        values = (
+            descriptor(x, c.block_m, c.block_k) if tma else x,
+            descriptor(y, c.block_n, c.block_k) if tma else y,
+            x.stride(0),
+            y.stride(0),
+            n_rows,
+            n_cols,
+            depth,
+            rows.offset - cols.offset,
+            x_ids,
+            y_ids,
+            related,
+            0 if related is None else related.stride(0),
+        )
+        constants = (id_columns, related is not None, masks, c.block_m, c.block_n, c.block_k, c.group, precision, tma)
+        processors = chip(device.index or 0)[1] if device.type == "cuda" else 2
+        tiles_m, tiles_n = -(-n_rows // c.block_m), -(-n_cols // c.block_n)
+        return cls(values, constants, c, tiles_m, tiles_n, processors, device, id_columns > 0, masks, tma)
 
     @property
-    def has_ids(self) -> bool:
-        return bool(self.arguments["ID_COLUMNS"] > 0)
+    def arguments(self) -> dict[str, Any]:
+        """The shared arguments by name."""
+        return dict(zip(_VALUES + _CONSTANTS, self.values + self.constants, strict=True))
 
     def weights(self, g: Tensor) -> Any:
         """A chunk of G as the kernels take it."""
-        return descriptor(g, self.config.block_m, self.config.block_n // 2) if self.arguments["USE_TMA"] else g
+        return descriptor(g, self.config.block_m, self.config.block_n // 2) if self.uses_tma else g
 
-    def repair(self) -> "Tiles":
-        """The same tiles, for a launch that looks at all and computes few: with ids, which need twice the registers."""
-        few = min(self.arguments["n_programs"], self.processors)
-        wide = replace(self.config, warps=8) if self.config.block_m * self.config.block_n >= 2**14 else self.config
-        return replace(self, config=wide, arguments={**self.arguments, "n_programs": few})
+    def launch(self, kernel: Any, values: tuple[Any, ...], switches: tuple[Any, ...], repair: bool = False) -> None:
+        """Launches a kernel on all tiles, or to look at all and compute few (`repair`).
 
-    def launch(self, kernel: Any, **more: Any) -> None:
-        """Launches a kernel on these tiles; what it does not take is left out."""
-        arguments = {**self.arguments, **more}
-        taken = {name: arguments[name] for name in kernel.arg_names}
-        launch(kernel, self.arguments["n_programs"], taken, self.device, self.config.warps, self.config.stages)
+        Args:
+            values: its own run-time arguments; the number of programs follows them.
+            switches: its own compile-time arguments.
+        """
+        c = self.config
+        programs, warps = self.tiles_m * self.tiles_n, c.warps
+        if repair:
+            # Four programs a multiprocessor even out who meets how many; ids need twice the registers.
+            programs = min(programs, 4 * self.processors)
+            warps = 8 if c.block_m * c.block_n >= 2**14 else warps
+        launch(
+            kernel, self.device, programs, self.values + values + (programs,), switches + self.constants, warps,
+            c.stages,
+        )  # fmt: skip
 
 
 def relates(rows: Side, cols: Side, rule: Rule) -> bool:

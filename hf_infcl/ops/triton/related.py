@@ -63,21 +63,10 @@ def mark(rows: Side, cols: Side) -> Tensor:
     for column in range(rows.ids.shape[1]):
         ids = torch.cat([rows.ids[:, column], cols.ids[:, column]]).to(torch.int32)
         keys, order = ids.sort()
-        arguments = {
-            "keys": keys,
-            "order": order,
-            "total": len(keys),
-            "n_rows": n_rows,
-            "shift": rows.offset - cols.offset,
-            "cells": cells,
-            "stride": width,
-            "row_flags": row_flags,
-            "col_flags": col_flags,
-            "NEIGHBOURS": _NEIGHBOURS,
-            "CELL": _CELL,
-            "BLOCK": _BLOCK,
-        }
-        launch(mark_kernel, cdiv(len(keys), _BLOCK), arguments, device, warps=4, stages=1)
+        values = (
+            keys, order, len(keys), n_rows, rows.offset - cols.offset, cells, width, row_flags, col_flags,
+        )  # fmt: skip
+        launch(mark_kernel, device, cdiv(len(keys), _BLOCK), values, (_NEIGHBOURS, _CELL, _BLOCK), warps=4, stages=1)
     return cells.view(height, width).bitwise_or_(row_flags[:, None]).bitwise_or_(col_flags)
 
 

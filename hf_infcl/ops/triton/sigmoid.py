@@ -15,7 +15,7 @@ def sigmoid_loss(
     """Sum over the chunk of -log sigmoid(z (s u + b)), z = +1 on pairs and -1 elsewhere."""
     tiles = Tiles.of("statistics", rows, cols, rule, precision, related=related)
     parts = torch.empty(tiles.tiles_m * tiles.tiles_n, device=rows.embeds.device, dtype=torch.float32)
-    tiles.launch(sigmoid_loss_kernel, scale=scale, bias=bias, parts=parts)
+    tiles.launch(sigmoid_loss_kernel, (scale, bias, parts), ())
     return parts.sum()
 
 
@@ -37,14 +37,6 @@ def sigmoid_weights(
     tiles = Tiles.of("weights", rows, cols, rule, precision, related=related)
     g = empty_weights(rows, cols)
     parts = torch.empty(2, tiles.tiles_m * tiles.tiles_n, device=g.device, dtype=torch.float32)
-    tiles.launch(
-        sigmoid_weights_kernel,
-        scale=scale,
-        bias=bias,
-        g=tiles.weights(g),
-        g_stride=g.stride(0),
-        parts=parts,
-        gain=gain(rows.embeds.dtype),
-        WANT_SUM=want_sum,
-    )
+    values = (scale, bias, tiles.weights(g), g.stride(0), parts, gain(rows.embeds.dtype))
+    tiles.launch(sigmoid_weights_kernel, values, (want_sum,))
     return g, parts[1].sum() if want_sum else None, parts[0].sum()

@@ -20,15 +20,10 @@ def exact(precision: str, dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and precision != "tf32"
 
 
-def _sides(row_stats: Statistics | None, col_stats: Statistics | None) -> dict[str, Any]:
-    return {
-        "row_stats": None if row_stats is None else row_stats.data,
-        "col_stats": None if col_stats is None else col_stats.data,
-        "row_stats_stride": 0 if row_stats is None else row_stats.data.stride(0),
-        "col_stats_stride": 0 if col_stats is None else col_stats.data.stride(0),
-        "ROWS": row_stats is not None,
-        "COLS": col_stats is not None,
-    }
+def _sides(row_stats: Statistics | None, col_stats: Statistics | None) -> tuple[Any, ...]:
+    """The running statistics and their strides, as the kernels take them."""
+    rows, cols = (None if stats is None else stats.data for stats in (row_stats, col_stats))
+    return rows, cols, 0 if rows is None else rows.stride(0), 0 if cols is None else cols.stride(0)
 
 
 def statistics(
@@ -49,43 +44,31 @@ def statistics(
     n_rows, n_cols, device = len(rows), len(cols), rows.embeds.device
     many = tiles.has_ids and rule.duplicates == "positive"
     # Where a mask leaves candidates out, the tiles say what; the block has counted all of them.
-    left_out = tiles.arguments["MASK"] and rule.label_smoothing > 0
+    left_out = tiles.masks and rule.label_smoothing > 0
     planes = 2 + 2 * (many or left_out)
     # One allocation for both sides' parts.
     row_size = planes * tiles.tiles_n * n_rows if row_stats is not None else 0
     col_size = planes * tiles.tiles_m * n_cols if col_stats is not None else 0
     make = torch.zeros if planes > 2 else torch.empty
     parts = make(row_size + col_size, device=device, dtype=torch.float32)
-    common = _sides(row_stats, col_stats) | {
-        "row_parts": parts[:row_size],
-        "col_parts": parts[row_size:],
-        "scale": scale,
-        "MANY_POSITIVES": many,
-        "SMOOTH": left_out,
-        "FRESH": False,
-    }
+    row_parts, col_parts = parts[:row_size], parts[row_size:]
+    running = _sides(row_stats, col_stats)
+    wanted = row_stats is not None, col_stats is not None
     if exact(precision, rows.embeds.dtype):
-        tiles.launch(statistics_kernel, **common, doubts=None, EXACT=True, REPAIR=False)
+        values = (scale, *running, row_parts, col_parts, None)
+        tiles.launch(statistics_kernel, values, (*wanted, many, left_out, True, False, False))
     else:
         doubts = torch.empty(tiles.tiles_m * tiles.tiles_n, device=device, dtype=torch.int32)
-        tiles.launch(statistics_kernel, **common, doubts=doubts, EXACT=False, REPAIR=False)
-        tiles.repair().launch(statistics_kernel, **common, doubts=doubts, EXACT=True, REPAIR=True)
+        values = (scale, *running, row_parts, col_parts, doubts)
+        tiles.launch(statistics_kernel, values, (*wanted, many, left_out, False, False, False))
+        tiles.launch(statistics_kernel, values, (*wanted, many, left_out, True, True, False), repair=True)
     row_blocks = cdiv(n_rows, _MERGE_ROWS) if row_stats is not None else 0
     col_blocks = cdiv(n_cols, _MERGE_ROWS) if col_stats is not None else 0
-    merge = common | {
-        "n_rows": n_rows,
-        "n_cols": n_cols,
-        "row_tiles": tiles.tiles_m,
-        "col_tiles": tiles.tiles_n,
-        "row_blocks": row_blocks,
-        "loss_parts": None,
-        "share": 0.0,
-        "smoothing": 0.0,
-        "LOSS": False,
-        "BLOCK": _MERGE_ROWS,
-        "STEP": _MERGE_STEP,
-    }
-    launch(merge_kernel, row_blocks + col_blocks, merge, device, warps=4, stages=1)
+    merge = (
+        row_parts, col_parts, *running, n_rows, n_cols, tiles.tiles_m, tiles.tiles_n, row_blocks, scale, None, 0.0, 0.0,
+    )  # fmt: skip
+    switches = (*wanted, many, left_out, False, False, _MERGE_ROWS, _MERGE_STEP)
+    launch(merge_kernel, device, row_blocks + col_blocks, merge, switches, warps=4, stages=1)
 
 
 def softmax_weights(
@@ -111,20 +94,14 @@ def softmax_weights(
     sums = torch.empty(n_tiles, device=g.device, dtype=torch.float32) if want_sum else None
     is_exact = exact(precision, dtype)
     defer = tiles.has_ids and not is_exact  # the few tiles in which ids may agree to a second launch
-    common = _sides(row_stats, col_stats) | {
-        "scale": scale,
-        "g": tiles.weights(g),
-        "g_stride": g.stride(0),
-        "sum_parts": sums,
-        "doubts": torch.empty(n_tiles, device=g.device, dtype=torch.int32) if defer else None,
-        "smoothing": float(rule.label_smoothing),
-        "gain": gain(dtype),
-        "MANY_POSITIVES": tiles.has_ids and rule.duplicates == "positive",
-        "SMOOTH": rule.label_smoothing > 0,
-        "EXACT": is_exact,
-        "WANT_SUM": want_sum,
-    }
-    tiles.launch(weights_kernel, **common, DEFER=defer, REPAIR=False)
+    doubts = torch.empty(n_tiles, device=g.device, dtype=torch.int32) if defer else None
+    values = (
+        scale, *_sides(row_stats, col_stats), tiles.weights(g), g.stride(0), sums, doubts,
+        float(rule.label_smoothing), gain(dtype),
+    )  # fmt: skip
+    many = tiles.has_ids and rule.duplicates == "positive"
+    switches = (row_stats is not None, col_stats is not None, many, rule.label_smoothing > 0, is_exact, want_sum)
+    tiles.launch(weights_kernel, values, (*switches, defer, False))
     if defer:
-        tiles.repair().launch(weights_kernel, **common, DEFER=False, REPAIR=True)
+        tiles.launch(weights_kernel, values, (*switches, False, True), repair=True)
     return g, None if sums is None else sums.sum()

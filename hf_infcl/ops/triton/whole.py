@@ -66,35 +66,25 @@ def softmax_forward(
     row_size = planes * tiles.tiles_n * n if for_rows else 0
     parts = torch.empty(row_size + (planes * tiles.tiles_m * n if for_cols else 0), device=device)
     losses = torch.empty(blocks * sides, device=device)
-    common = {
-        "scale": scale,
-        "row_stats": rows if for_rows else None,
-        "col_stats": cols if for_cols else None,
-        "row_stats_stride": n,
-        "col_stats_stride": n,
-        "row_parts": parts[:row_size],
-        "col_parts": parts[row_size:],
-        "ROWS": for_rows,
-        "COLS": for_cols,
-        "MANY_POSITIVES": many,
-        "SMOOTH": smooth,
-        "FRESH": True,
-    }
-    tiles.launch(statistics_kernel, **common, doubts=None, EXACT=True, REPAIR=False)
-    merge = common | {
-        "n_rows": n,
-        "n_cols": n,
-        "row_tiles": tiles.tiles_m,
-        "col_tiles": tiles.tiles_n,
-        "row_blocks": blocks if for_rows else 0,
-        "loss_parts": losses,
-        "share": 1.0 / (sides * n),
-        "smoothing": float(rule.label_smoothing),
-        "LOSS": True,
-        "BLOCK": _MERGE_ROWS,
-        "STEP": _MERGE_STEP,
-    }
-    launch(merge_kernel, blocks * sides, merge, device, warps=4, stages=1)
+    running = rows if for_rows else None, cols if for_cols else None, n, n
+    row_parts, col_parts = parts[:row_size], parts[row_size:]
+    tiles.launch(
+        statistics_kernel,
+        (scale, *running, row_parts, col_parts, None),
+        (for_rows, for_cols, many, smooth, True, False, True),
+    )
+    launch(
+        merge_kernel,
+        device,
+        blocks * sides,
+        (
+            row_parts, col_parts, *running, n, n, tiles.tiles_m, tiles.tiles_n, blocks if for_rows else 0, scale,
+            losses, 1.0 / (sides * n), float(rule.label_smoothing),
+        ),
+        (for_rows, for_cols, many, smooth, True, True, _MERGE_ROWS, _MERGE_STEP),
+        warps=4,
+        stages=1,
+    )  # fmt: skip
     return losses.sum(), rows, cols
 
 
@@ -123,27 +113,11 @@ def softmax_backward(
     sums = torch.empty(tiles.tiles_m * tiles.tiles_n, device=device) if from_tiles else None
     wanted = rows is not None, cols is not None
     factor = gain(dtype)
+    many = tiles.has_ids and rule.duplicates == "positive"
     tiles.launch(
         weights_kernel,
-        scale=scale,
-        row_stats=rows,
-        col_stats=cols,
-        row_stats_stride=n,
-        col_stats_stride=n,
-        g=tiles.weights(g[:, :n]),
-        g_stride=width,
-        sum_parts=sums,
-        doubts=None,
-        smoothing=float(rule.label_smoothing),
-        gain=factor,
-        ROWS=wanted[0],
-        COLS=wanted[1],
-        MANY_POSITIVES=tiles.has_ids and rule.duplicates == "positive",
-        SMOOTH=rule.label_smoothing > 0,
-        EXACT=exact(precision, dtype),
-        WANT_SUM=from_tiles,
-        DEFER=False,
-        REPAIR=False,
+        (scale, rows, cols, n, n, tiles.weights(g[:, :n]), width, sums, None, float(rule.label_smoothing), factor),
+        (*wanted, many, rule.label_smoothing > 0, exact(precision, dtype), from_tiles, False, False),
     )
     share = 1.0 / (sum(wanted) * n * factor)
     if dtype != torch.float32 and n > _LARGEST_FUSED:
@@ -194,30 +168,16 @@ def _fused_products(
     x, y = operand(images), operand(texts)
     if x.dtype == torch.float32:  # under the interpreter half-precision operands are widened
         split, g = False, g.float()
-    arguments = {
-        "g": g,
-        "x": x,
-        "y": y,
-        "out_x": d_x,
-        "out_y": d_y,
-        "g_stride": g.stride(0),
-        "x_stride": x.stride(0),
-        "y_stride": y.stride(0),
-        "n": n,
-        "depth": depth,
-        "scale": scale,
-        "grad": grad,
-        "share": share,
-        "sum_parts": sums,
-        "FOR_X": need_x,
-        "FOR_Y": need_y,
-        "WANT_SUM": sums is not None,
-        "SPLIT": split,
-        "PRECISION": precision,
-        "RUN": _RUN if dtype == torch.float32 else 2**30,
-        "BLOCK_M": c.block_m,
-        "BLOCK_N": block_d,
-        "BLOCK_K": c.block_k,
-    }
-    launch(gradient_kernel, programs * (need_x + need_y), arguments, device, c.warps, c.stages)
+    launch(
+        gradient_kernel,
+        device,
+        programs * (need_x + need_y),
+        (g, x, y, d_x, d_y, g.stride(0), x.stride(0), y.stride(0), n, depth, scale, grad, share, sums),
+        (
+            need_x, need_y, sums is not None, split, precision, _RUN if dtype == torch.float32 else 2**30,
+            c.block_m, block_d, c.block_k,
+        ),
+        c.warps,
+        c.stages,
+    )  # fmt: skip
     return d_x, d_y, None if sums is None else sums.sum()
