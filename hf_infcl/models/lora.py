@@ -1,6 +1,7 @@
 """Which layers LoRA adapts in both towers of a dual encoder, and whether the layers somebody asked for exist."""
 
 import copy
+import difflib
 import logging
 import re
 from collections.abc import Sequence
@@ -74,7 +75,8 @@ def complete_lora_config(model: nn.Module, config: Any, towers: Sequence[str] = 
         towers: the towers that are to be adapted; one that is kept frozen needs no target.
 
     Raises:
-        ValueError: as `check_lora_targets` does, and for a pattern that is no regular expression.
+        ValueError: as `check_lora_targets` does, for a pattern that is no regular expression, and for a name in
+            `modules_to_save` that no module has.
     """
     config = copy.deepcopy(config)
     if config.task_type is not None:
@@ -88,11 +90,22 @@ def complete_lora_config(model: nn.Module, config: Any, towers: Sequence[str] = 
             raise ValueError(f"LoRA target_modules {targets!r} is no regular expression: {error}") from error
     if targets == "all-linear" or (targets is None and not getattr(config, "target_parameters", None)):
         config.target_modules = set(lora_target_modules(model, towers))
+    _check_modules_to_save(model, config)
     new = [name for name in modules_to_save(model) if not check_target_module_exists(config, name)]
     if new:
         config.modules_to_save = sorted({*(config.modules_to_save or ()), *new})
     check_lora_targets(model, config, towers)
     return config
+
+
+def _check_modules_to_save(model: nn.Module, config: Any) -> None:
+    """Refuses names that PEFT would pass over without a word."""
+    names = [name for name, _ in unwrap(model).named_modules()]
+    for wanted in config.modules_to_save or ():
+        if not any(name == wanted or name.endswith(f".{wanted}") for name in names):
+            near = difflib.get_close_matches(wanted, {*names, *(name.rpartition(".")[2] for name in names)}, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"LoRA modules_to_save names {wanted!r}, which no module of the model has{hint}")
 
 
 def check_lora_targets(model: nn.Module, config: Any, towers: Sequence[str] = ("vision", "text")) -> None:

@@ -129,3 +129,15 @@ def test_a_frozen_tower_needs_no_target() -> None:
     assert config.target_modules == {"q_proj"}
     only = complete_lora_config(model, LoraConfig(), towers=("text",))
     assert all(name.startswith("text_model.") for name in only.target_modules)
+
+
+def test_a_module_to_save_that_is_not_there_is_refused() -> None:
+    config = LoraConfig(modules_to_save=["text_projektion"])
+    with pytest.raises(ValueError, match=r"'text_projektion', which no module .*; did you mean 'text_projection'\?"):
+        complete_lora_config(tiny_clip(), config)
+    assert complete_lora_config(tiny_clip(), LoraConfig(modules_to_save=["vision_model.post_layernorm"]))
+
+
+def test_a_pattern_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'\(q_proj' is no regular expression"):
+        complete_lora_config(tiny_clip(), LoraConfig(target_modules="(q_proj"))
