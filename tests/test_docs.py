@@ -88,6 +88,13 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
+def test_the_index_links_every_page() -> None:
+    docs = _REPOSITORY / "docs"
+    index = (docs / "README.md").read_text(encoding="utf-8")
+    pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md")} - {"README.md"}
+    assert {page for page in pages if not page.startswith("reference/")} == set(re.findall(r"\]\(([^)]+\.md)\)", index))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_files_and_targets_named_in_commands_exist(page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (_REPOSITORY / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
@@ -108,7 +115,11 @@ def test_options_in_commands_exist(page: Path) -> None:
         for line in text.replace("\\\n", " ").splitlines():
             for command, kinds in commands.items():
                 if command in line:
-                    known = {field.name for kind in kinds for field in dataclasses.fields(kind)} | {"config", "help", "help-all"}
+                    known = {field.name for kind in kinds for field in dataclasses.fields(kind)} | {
+                        "config",
+                        "help",
+                        "help-all",
+                    }
                     assert set(re.findall(r" --(\w+)", line.split(command, 1)[1])) <= known, line
 
 
@@ -118,3 +129,11 @@ def test_readme_lists_every_public_name() -> None:
     listed = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     assert set(hf_infcl.__all__) <= listed
     assert not {name for name in listed if not hasattr(hf_infcl, name)}, "a name is promised that does not exist"
+
+
+def test_ci_runs_the_readmes_test_command() -> None:
+    readme = (_REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert "\nmake demo " in readme
+    assert "\nmake test " in readme
+    commands = (_REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
+    assert re.search(r"^make test\b", commands, re.MULTILINE)
