@@ -4,7 +4,8 @@
     accelerate launch --config_file recipes/accelerate/multi_gpu.yaml recipes/finetune_clip.py \
         --config recipes/clip_flickr8k.yaml --learning_rate 1e-4
 
-Any field of the recipe can be overridden on the command line; `--help` lists them, `--help-all` all of them. `hf-infcl train` runs the same.
+Any field of the recipe can be overridden on the command line; `--help` lists them, and `--help-all` transformers' other
+training arguments too. `hf-infcl train` runs the same.
 The contrastive batch is per_device_train_batch_size x gradient_accumulation_steps x processes.
 """
 
