@@ -104,19 +104,20 @@ def main() -> None:
     gradient = {"FOR_X": True, "FOR_Y": True, "WANT_SUM": True, "SPLIT": False, "RUN": 2**30}
     big = (128, 128, 64, 4, 3) if capability >= 90 else (128, 128, 32, 4, 4)
     small = (64, 64, 64, 4, 3)
+    wide = (*big[:3], 8, big[4])  # what the launcher takes for repairs
     statistics, weights = kernels_statistics.statistics_kernel, kernels_weights.weights_kernel
     jobs: list[tuple[Any, ...]] = [
         (statistics, big, forward, {}),
         (statistics, big, {**forward, "MASK": True}, {"ids": 2}),
-        (statistics, big, {**forward, "MASK": True, "EXACT": True, "REPAIR": True}, {"ids": 2}),
+        (statistics, wide, {**forward, "MASK": True, "EXACT": True, "REPAIR": True}, {"ids": 2}),
         (statistics, big, {**forward, "MANY_POSITIVES": True}, {"ids": 2}),
-        (statistics, big, {**forward, "MANY_POSITIVES": True, "EXACT": True, "REPAIR": True}, {"ids": 2}),
+        (statistics, wide, {**forward, "MANY_POSITIVES": True, "EXACT": True, "REPAIR": True}, {"ids": 2}),
         (statistics, big, {**forward, "EXACT": True, "FRESH": True}, {}),
         (weights, big, backward, {}),
         (weights, big, {**backward, "MASK": True, "DEFER": True}, {"ids": 2}),
-        (weights, big, {**backward, "MASK": True, "REPAIR": True}, {"ids": 2}),
+        (weights, wide, {**backward, "MASK": True, "REPAIR": True}, {"ids": 2}),
         (weights, big, {**backward, "MANY_POSITIVES": True, "DEFER": True}, {"ids": 2}),
-        (weights, big, {**backward, "MANY_POSITIVES": True, "REPAIR": True}, {"ids": 2}),
+        (weights, wide, {**backward, "MANY_POSITIVES": True, "REPAIR": True}, {"ids": 2}),
         (weights, big, {**backward, "SMOOTH": True}, {}),
         (kernels_sigmoid.sigmoid_loss_kernel, big, {"MASK": False}, {}),
         (kernels_sigmoid.sigmoid_weights_kernel, big, {"MASK": False, "WANT_SUM": False}, {}),

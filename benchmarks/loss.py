@@ -4,13 +4,17 @@
     python benchmarks/loss.py --suite sizes --sizes 4096 8192 --depths 512 768
 
 The rate counts the floor of four products of 2 N^2 D operations (one forward; recompute, dX and dY backward), whatever
-an implementation really spends. The roof is the rate of one 8192^3 product of the vendor's library in the same run.
-Times are medians over device events, so that launch overhead counts where it shows. Memory is the peak beyond inputs
-and returned gradients. The error is ||gradient - reference|| / max(||reference||, 0.05 s / sqrt(N)) against float64.
+an implementation really spends. The roof is the rate of one 8192^3 product of the vendor's library, measured anew
+before every group of rows that are compared: a chip that has worked for a minute is slower than one that has rested.
+Times are medians over device events, so that launch overhead counts where it shows; a million pairs are timed once.
+Memory is the peak beyond inputs and returned gradients. The error is ||gradient - reference|| / max(||reference||,
+0.05 s / sqrt(N)) against float64.
 """
 
 import argparse
+import functools
 import gc
+import itertools
 import json
 import platform
 import statistics
@@ -31,6 +35,9 @@ SCALE = 50.0
 MIB = 2**20
 # Beyond this the dense float64 reference is not worth its time.
 LARGEST_REFERENCE = 16_384
+SIZES = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
+SIZES_OF_OTHER_DEPTHS = (4096, 32_768, 65_536)
+TOO_SLOW = {("inf-cl", 65_536), ("inf-cl", 131_072)}  # a second a step, and four
 
 
 def pairs(n: int, d: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
@@ -121,8 +128,9 @@ def measure(
     backward: bool = True,
     reference: tuple[Tensor, Tensor] | None = None,
     budget_ms: float = 400,
+    once: bool = False,
 ) -> dict[str, Any]:
-    """One row of the table: forward (and backward) of a loss on n pairs."""
+    """One row of the table: forward (and backward) of a loss on n pairs, the median of many steps or one step's."""
     x, y = pairs(n, d, dtype, device)
     if frozen:
         (x if frozen == "images" else y).requires_grad_(False)
@@ -134,11 +142,12 @@ def measure(
         if backward:
             value.backward()
 
-    start = time.perf_counter()
-    step()
-    synchronize(device)
-    first_s = time.perf_counter() - start
-    row: dict[str, Any] = {"n": n, "d": d, "first_call_s": round(first_s, 2)}
+    row: dict[str, Any] = {"n": n, "d": d}
+    if not once:
+        start = time.perf_counter()
+        step()
+        synchronize(device)
+        row["first_call_s"] = round(time.perf_counter() - start, 2)
     if backward and reference is not None:
         row["error"] = error(x, y, reference)
     if device == "cuda":
@@ -147,10 +156,14 @@ def measure(
         torch.cuda.empty_cache()
         base = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
         step()
+        synchronize(device)
+        row["ms"] = 1e3 * (time.perf_counter() - start)
         returned = sum(t.grad.nbytes for t in (x, y) if t.grad is not None)
         row["extra_mib"] = (torch.cuda.max_memory_allocated() - base - returned) / MIB
-    row["ms"] = median_ms(step, device, budget_ms)
+    if not once:
+        row["ms"] = median_ms(step, device, budget_ms)
     row["tflops"] = (8 if backward else 2) * n * n * d / row["ms"] / 1e9
     return row
 
@@ -192,6 +205,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", type=int)
     parser.add_argument("--depths", nargs="*", type=int)
     parser.add_argument("--names", nargs="*", help="implementations (default: all)")
+    parser.add_argument("--large", nargs="*", type=int, default=[1_048_576, 4_194_304], help="sizes of the suite large")
     parser.add_argument("--out", default=str(Path(__file__).parent / "results"), help="folder of the results")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -200,98 +214,82 @@ def main() -> None:
         torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     half = "bf16" if on_gpu else "fp32"
-    roofs = {name: roof_tflops(device, dtype) for name, dtype in DTYPES.items() if on_gpu or name == "fp32"}
-    if on_gpu:
-        roofs["tf32"] = roof_tflops(device, torch.float32, tf32=True)
-    print("roof, TFLOP/s:", {name: round(value, 1) for name, value in roofs.items()}, flush=True)
-
-    def labels(suite: str, name: str, n: int, d: int, dtype: str = half, roof: str = "") -> dict[str, Any]:
-        return {"suite": suite, "name": name, "size": n, "depth": d, "dtype": dtype, "roof": roofs[roof or dtype]}
-
-    default_sizes = [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072] if on_gpu else [128, 256, 512]
-    sizes = arguments.sizes or default_sizes
-    depths = arguments.depths or ([512, 768, 1024] if on_gpu else [64])
+    found = environment()
     common: dict[str, Any] = {"device": device, "dtype": DTYPES[half]}
 
+    def labels(suite: str, name: str, n: int, d: int, roof: float, dtype: str = half) -> dict[str, Any]:
+        return {"suite": suite, "name": name, "size": n, "depth": d, "dtype": dtype, "roof": roof}
+
+    def roof(dtype: str = half, tf32: bool = False) -> float:
+        value = roof_tflops(device, DTYPES[dtype], tf32)
+        print(f"roof {value:.1f} TFLOP/s", flush=True)
+        return value
+
     if "sizes" in arguments.suite:
-        for d in depths:
-            for n in sizes:
-                x, y = pairs(n, d, DTYPES[half], device)
-                known = reference_gradient("contrastive", x, y) if n <= LARGEST_REFERENCE else None
-                for name in arguments.names or peers.CONTRASTIVE:
-                    if name == "inf-cl" and n > 32_768:
-                        continue  # a second a step
-                    attempt(
-                        rows,
-                        labels("sizes", name, n, d),
-                        lambda name=name: peers.contrastive(name),
-                        n=n,
-                        d=d,
-                        reference=known,
-                        **common,
-                    )
-                del known, x, y
+        depths = arguments.depths or ([512, 768, 1024] if on_gpu else [64])
+        for d, n in itertools.product(depths, arguments.sizes or (SIZES if on_gpu else [128, 256, 512])):
+            if not arguments.sizes and d != depths[0] and n not in SIZES_OF_OTHER_DEPTHS:
+                continue
+            known = None
+            if n <= LARGEST_REFERENCE:
+                known = reference_gradient("contrastive", *pairs(n, d, DTYPES[half], device))
+            top = roof()
+            for name in arguments.names or peers.CONTRASTIVE:
+                if (name, n) in TOO_SLOW:
+                    continue
+                make = functools.partial(peers.contrastive, name)
+                attempt(rows, labels("sizes", name, n, d, top), make, n=n, d=d, reference=known, **common)
+        write(rows, found, Path(arguments.out))
     if "options" in arguments.suite:
         n, d = (65_536, 512) if on_gpu else (512, 64)
         # Image and caption ids of a batch in which one row in ten has a copy of its image, one in ten of its caption.
         ids = torch.stack([torch.randint(0, 10 * n, (n,), device=device) for _ in range(2)], 1)
-        variants: dict[str, dict[str, Any]] = {
-            "hf_infcl": {},
-            "hf_infcl ids": {"ids": ids},
-            "hf_infcl ids, one column": {"ids": ids[:, :1].contiguous()},
-            "hf_infcl ids as positives": {"ids": ids, "duplicates": "positive"},
-            "hf_infcl image_to_text": {"direction": "image_to_text"},
-            "hf_infcl label_smoothing": {"label_smoothing": 0.1},
+        options: dict[str, dict[str, Any]] = {
+            "": {},
+            " ids": {"ids": ids},
+            " ids, one column": {"ids": ids[:, :1].contiguous()},
+            " ids as positives": {"ids": ids, "duplicates": "positive"},
+            " image_to_text": {"direction": "image_to_text"},
+            " label_smoothing": {"label_smoothing": 0.1},
+            " again": {},
         }
-        for name, options in variants.items():
+        more = {" frozen images": {"frozen": "images"}, " frozen texts": {"frozen": "texts"}}
+        more[" forward only"] = {"backward": False}
+        top = roof()
+        for name in (*options, *more):
+            make = functools.partial(peers.ours, **options.get(name, {}))
             attempt(
-                rows, labels("options", name, n, d), lambda options=options: peers.ours(**options), n=n, d=d, **common
+                rows, labels("options", "hf_infcl" + name, n, d, top), make, n=n, d=d, **more.get(name, {}), **common
             )
-        for frozen in ("images", "texts"):
-            attempt(
-                rows,
-                labels("options", f"hf_infcl frozen {frozen}", n, d),
-                peers.ours,
-                n=n,
-                d=d,
-                frozen=frozen,
-                **common,
-            )
-        attempt(rows, labels("options", "hf_infcl forward only", n, d), peers.ours, n=n, d=d, backward=False, **common)
     if "sigmoid" in arguments.suite:
         for n, d in [(8192, 768), (65_536, 768)] if on_gpu else [(256, 64)]:
-            x, y = pairs(n, d, DTYPES[half], device)
-            known = reference_gradient("sigmoid", x, y) if n <= LARGEST_REFERENCE else None
+            known = None
+            if n <= LARGEST_REFERENCE:
+                known = reference_gradient("sigmoid", *pairs(n, d, DTYPES[half], device))
+            top = roof()
             for name in arguments.names or peers.SIGMOID:
-                attempt(
-                    rows,
-                    labels("sigmoid", name, n, d),
-                    lambda name=name: peers.sigmoid(name),
-                    n=n,
-                    d=d,
-                    reference=known,
-                    **common,
-                )
+                make = functools.partial(peers.sigmoid, name)
+                attempt(rows, labels("sigmoid", name, n, d, top), make, n=n, d=d, reference=known, **common)
     if "precision" in arguments.suite:
         n, d = (32_768, 512) if on_gpu else (256, 64)
         for dtype, precision in [("fp16", "auto"), ("fp32", "tf32"), ("fp32", "tf32x3"), ("fp32", "ieee")]:
             if not on_gpu and dtype == "fp16":
                 continue
-            roof = "tf32" if on_gpu and precision.startswith("tf32") else ""
+            top = roof(dtype, tf32=on_gpu and precision.startswith("tf32"))
             attempt(
                 rows,
-                labels("precision", f"hf_infcl {dtype} {precision}", n, d, dtype, roof),
-                lambda precision=precision: peers.ours(precision=precision),
+                labels("precision", f"hf_infcl {dtype} {precision}", n, d, top, dtype),
+                functools.partial(peers.ours, precision=precision),
                 n=n,
                 d=d,
                 dtype=DTYPES[dtype],
                 device=device,
             )
+    write(rows, found, Path(arguments.out))
     if "large" in arguments.suite and on_gpu:
-        for n in (1_048_576, 4_194_304):
-            attempt(rows, labels("large", "hf_infcl", n, 512), peers.ours, n=n, d=512, budget_ms=1, **common)
-
-    write(rows, roofs, Path(arguments.out))
+        for n in arguments.large:
+            attempt(rows, labels("large", "hf_infcl", n, 512, roof()), peers.ours, n=n, d=512, once=True, **common)
+        write(rows, found, Path(arguments.out))
 
 
 def environment() -> dict[str, str]:
@@ -303,14 +301,11 @@ def environment() -> dict[str, str]:
     return found
 
 
-def write(rows: list[dict[str, Any]], roofs: dict[str, float], folder: Path) -> None:
+def write(rows: list[dict[str, Any]], found: dict[str, str], folder: Path) -> None:
     """The results file of this device, and a plot of time over size."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = environment()
     stem = "loss_" + found["device"].lower().replace(" ", "_")
-    (folder / f"{stem}.json").write_text(
-        json.dumps({"environment": found, "roof_tflops": roofs, "rows": rows}, indent=1) + "\n"
-    )
+    (folder / f"{stem}.json").write_text(json.dumps({"environment": found, "rows": rows}, indent=1) + "\n")
     plot([row for row in rows if row["suite"] == "sizes" and "ms" in row], folder / f"{stem}.png")
     print("written:", folder / f"{stem}.json")
 

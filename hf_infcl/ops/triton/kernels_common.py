@@ -15,13 +15,17 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # Rows and columns of a cell of `hf_infcl.ops.triton.related`'s map.
 CELL = tl.constexpr(64)
 
-# `exp2` is the one transcendental of the inner loop. `ex2.approx.ftz` is a single instruction; without `.ftz` the
-# compiler adds three per element to be right about subnormal results, which count for nothing in any of our sums.
+# The transcendentals of the inner loops, one instruction each. Without `.ftz` the compiler adds three or more per
+# element to be right about subnormal numbers, which count for nothing in any of our sums.
 if triton.knobs.runtime.interpret:
 
     @triton.jit
     def exp2(x):
         return tl.exp2(x)
+
+    @triton.jit
+    def log2(x):
+        return tl.log2(x)
 
 else:
 
@@ -29,6 +33,12 @@ else:
     def exp2(x):
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def log2(x):
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
         )
 
 

@@ -9,6 +9,7 @@ from hf_infcl.ops.triton.kernels_common import (
     UNSPECIALIZED,
     exp2,
     inside,
+    log2,
     meets_diagonal,
     own,
     product,
@@ -18,27 +19,34 @@ from hf_infcl.ops.triton.kernels_common import (
     tile_origin,
 )
 
-# Below this log2 of e = exp(s u + b), where nearly every tile of negatives lies (SigLIP starts at b = -10), four terms
-# of the series of log(1 + e) and of e / (1 + e) are exact in float32 and spare the second transcendental.
-SMALL_LOG2 = tl.constexpr(-6.0)
+# Below this log2 of e = exp(s u + b), where nearly every tile of negatives lies (SigLIP starts at b = -10), the first
+# terms of the series of log(1 + e) and of e / (1 + e) are exact in float32 and spare the second transcendental.
+SMALL_LOG2 = tl.constexpr(-3.0)
+# Beyond this 1 + 2^t is 2^t to float32.
+LARGE_LOG2 = tl.constexpr(60.0)
 
 
 @triton.jit
 def _log1p_series(e):
-    return e * (1.0 - e * (0.5 - e * (0.3333333333 - e * 0.25)))
+    """log(1 + e), e < 1/8: seven terms."""
+    tail = 0.25 - e * (0.2 - e * (0.1666666667 - e * 0.1428571429))
+    return e * (1.0 - e * (0.5 - e * (0.3333333333 - e * tail)))
 
 
 @triton.jit
 def _sigmoid_series(e):
-    return e * (1.0 - e * (1.0 - e * (1.0 - e)))
+    """e / (1 + e), e < 1/8: (1 - e) (1 + e^2) (1 + e^4) e."""
+    square = e * e
+    return (e - square) * (1.0 + square) * (1.0 + square * square)
 
 
 @triton.jit
 def _softplus(t2):
-    """log(1 + 2^t2), without overflow and without losing a small 2^t2 beside 1."""
-    e = exp2(-tl.abs(t2))
-    tail = tl.where(e < 0.015625, _log1p_series(e), tl.log2(1.0 + e) * LN_2)
-    return tl.maximum(t2, 0.0) * LN_2 + tail + (t2 - t2)
+    """log(1 + 2^t2), without overflow and without losing a small 2^t2 beside 1. The hardware's logarithm is exact to
+    2^-22, which is little only beside values that are not small."""
+    e = exp2(tl.minimum(t2, LARGE_LOG2))
+    inner = tl.where(e < 0.125, _log1p_series(e), log2(1.0 + e) * LN_2)
+    return inner + tl.maximum(t2 - LARGE_LOG2, 0.0) * LN_2 + (t2 - t2)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
