@@ -1,11 +1,13 @@
 """`hf-infcl evaluate`: the same figures as the trainer's, whatever the batch size."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from hf_infcl import InfCLConfig, InfCLTrainer
 from hf_infcl.cli import main
+from hf_infcl.cli.embedding import embed_pairs
 from hf_infcl.data import load_image_text_dataset
 from tests.tiny import save_tiny
 
@@ -49,3 +51,11 @@ def test_a_table_is_read_as_training_reads_it(tmp_path):
     assert main(["evaluate", "--model_name_or_path", model, *told]) == 2
     assert main(["evaluate", "--model_name_or_path", model, *told, *options]) == 0
     assert json.loads((tmp_path / "metrics.json").read_text())["mean_recall@5"] == 1.0  # four pairs are left
+
+
+def test_pairs_are_embedded_by_whatever_has_the_fields(tmp_path):
+    """As a script's own `argparse` gives them, beside fields of its own."""
+    given = SimpleNamespace(model_name_or_path=save_tiny("clip", tmp_path), dataset_name="sample:photo:4", colour="red")
+    found = embed_pairs(given, split="test", max_samples=3)
+    assert found.image_embeds.shape == found.text_embeds.shape == (3, 16)
+    assert found.ids.shape == (3, 2)
