@@ -86,10 +86,10 @@ def read(folder: Path, kinds: tuple[str, ...], tokenizer: Any, most: int) -> Pai
     from PIL import Image
 
     files = next(found for kind in kinds if (found := sorted(folder.glob(f"*{kind}*.parquet"))))
-    rows = [
-        row for file in files for row in parquet.read_table(file, columns=["image", "text", "captions"]).to_pylist()
-    ]
-    rows = rows[:most]
+    rows: list[dict[str, Any]] = []
+    for file in files:
+        table = parquet.read_table(file, columns=["image", "text", "captions"])
+        rows += table.slice(0, most - len(rows)).to_pylist()
 
     def picture(row: dict[str, Any]) -> np.ndarray:
         image = Image.open(io.BytesIO(row["image"]["bytes"]))
@@ -257,7 +257,7 @@ def quality(args: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def table(results: dict[str, Any]) -> str:
+def summary(results: dict[str, Any]) -> str:
     lines = [
         f"{'set':8} {'loss':22} {'mean R@1':>9} {'spread':>7} {'i2t R@5':>8} {'skip':>6} {'theory':>7} {'beats':>8}"
     ]
@@ -339,7 +339,7 @@ def main() -> None:
         shown = hard_negatives_memory.table(results)
     else:
         results = quality(args)
-        shown = table(results)
+        shown = summary(results)
     device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else platform.machine()
     output = args.out / f"hard_negatives_{args.mode}_{re.sub(r'[^a-z0-9]+', '_', device.lower())}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
