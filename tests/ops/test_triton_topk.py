@@ -114,12 +114,19 @@ def first_sweep(monkeypatch):
 
 @pytest.mark.parametrize(("k", "m"), [(1, 150), (6, 150), (70, 600)])
 def test_a_first_sweep_leaves_the_result_as_it_is(k, m, first_sweep):
-    """Of integers many equal the bound that it finds; ids and ceilings leave some rows with less than k blocks."""
+    """Ids and ceilings leave some rows with less than k blocks."""
     rows, cols = sides(16, m, 5, 1)
     ceilings = torch.linspace(-6, 8, 16, device=DEVICE).round(), torch.linspace(-6, 8, m, device=DEVICE).round()
     assert_same(k, [(rows, cols)], 16, directions=(True, k < 70), ceilings=ceilings)
     blocks = [(rows, cols[slice(50, m)]), (rows, cols[slice(0, 50)])]
     assert_same(k, blocks, 16, directions=(True, False), block_size=32)
+
+
+@pytest.mark.parametrize(("k", "m"), [(6, 150), (70, 600)])
+def test_a_first_sweep_keeps_what_equals_its_bound(k, m, first_sweep):
+    x, y = integers(4), torch.ones(m, 5, device=DEVICE)
+    y[3] = 2.0
+    assert_same(k, [(Side(x), Side(y, 1000))], 4, directions=(True, False))
 
 
 @pytest.mark.parametrize("k", [2, 66])
