@@ -149,12 +149,12 @@ def block_gradient(
     g: Tensor | None = None
     for r in parts(len(rows), height):
         x = rows.embeds[r]
-        d_x = None if d_rows is None else torch.zeros(x.shape, device=x.device, dtype=accumulator)
+        d_x: Tensor | None = None
         for c in parts(len(cols), width):
             g = None  # before the next is made, so that there is one at a time
-            g, gu = weights(r, c, want_sum and d_x is None)
-            if d_x is not None:
-                matmul(g, cols.embeds[c], engine.precision, out=d_x)
+            g, gu = weights(r, c, want_sum and d_rows is None)
+            if d_rows is not None:
+                d_x = matmul(g, cols.embeds[c], engine.precision, out=d_x)
             if gu is not None:
                 sum_gu += gu
             if d_cols is not None:

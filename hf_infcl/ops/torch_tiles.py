@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_infcl.ops.chunks import chunk_shape as chunk_shape  # the PyTorch path's own sizes
+from hf_infcl.ops.chunks import parts
 from hf_infcl.ops.sides import Rule, Side, diagonal, relations
 from hf_infcl.ops.statistics import COUNT, LOG_SUM, MAX, POSITIVE_COUNT, POSITIVE_SUM, TOTAL, Statistics
 
@@ -46,16 +47,18 @@ def _float32_products(precision: str, device: torch.device) -> Iterator[None]:
 
 
 def matmul(a: Tensor, b: Tensor, precision: str, out: Tensor | None = None) -> Tensor:
-    """a @ b with float32 (or float64) operands and result: half-precision inputs are widened first, which is exact."""
+    """a @ b, added to `out` where that is given.
+
+    Operands and result are float32 (or float64): half-precision inputs are widened first, which is exact.
+    """
     dtype = accumulator_dtype(a.dtype)
     a, b = a.to(dtype), b.to(dtype)
+    run = _CPU_RUN if a.device.type == "cpu" else max(len(b), 1)
     with _float32_products(precision, a.device):
-        if out is None:
-            return a @ b
-        run = _CPU_RUN if a.device.type == "cpu" else len(b)
-        for first in range(0, len(b), run):
-            out.addmm_(a[:, first : first + run], b[first : first + run])
-        return out
+        for part in parts(len(b), run):
+            out = a[:, part] @ b[part] if out is None else out.addmm_(a[:, part], b[part])
+    assert out is not None, "a product of nothing"
+    return out
 
 
 def relate(rows: Side, cols: Side, rule: Rule) -> None:
@@ -64,7 +67,9 @@ def relate(rows: Side, cols: Side, rule: Rule) -> None:
 
 def products(rows: Side, cols: Side, precision: str) -> Tensor:
     """(n_rows, n_cols) u_ij = x_i . y_j, before the scale."""
-    return matmul(rows.embeds, cols.embeds.T, precision)
+    dtype = accumulator_dtype(rows.embeds.dtype)
+    with _float32_products(precision, rows.embeds.device):
+        return rows.embeds.to(dtype) @ cols.embeds.to(dtype).T
 
 
 def statistics(

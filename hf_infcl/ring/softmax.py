@@ -8,6 +8,7 @@ With l_ij = s x_i.y_j, r_i and c_j the log-sum-exp of row i and column j over th
 (Inf-CL, arXiv 2410.17243, sections 3.2 and 3.3.)
 """
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -35,13 +36,18 @@ def _unpacked(travelled: Tensor) -> Statistics:
     return Statistics(travelled.T.contiguous())
 
 
+def _short_way(engine: Engine, images: Tensor, banks: Banks, layout: Layout) -> ModuleType | None:
+    """The backend's own way for a small batch alone, if it has one."""
+    return engine.whole(len(images)) if layout.world.is_alone and banks[0] is None else None
+
+
 def softmax_forward(
     images: Tensor, texts: Tensor, scale: Tensor, ids: Tensor | None, banks: Banks, spec: Spec, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, and the statistics of rows and of columns (empty where a direction is not wanted)."""
     engine = Engine.of(images, spec.backend, spec.precision, spec.block_size)
     s = scale.detach().reshape(()).to(engine.accumulator)
-    way = engine.whole(len(images)) if layout.world.is_alone and banks[0] is None else None
+    way = _short_way(engine, images, banks, layout)
     if way is not None:
         return way.softmax_forward(images, texts, s, ids, spec.rule, engine.precision, spec.for_rows, spec.for_cols)  # type: ignore[no-any-return]
     mine, travelling = shards(layout, images, texts, ids, banks)
@@ -91,13 +97,11 @@ def softmax_backward(
     """
     engine = Engine.of(images, spec.backend, spec.precision, spec.block_size)
     s = scale.detach().reshape(()).to(engine.accumulator)
-    way = engine.whole(len(images)) if layout.world.is_alone and banks[0] is None else None
+    way = _short_way(engine, images, banks, layout)
     if way is not None:
-        stats = row_data if spec.for_rows else None, col_data if spec.for_cols else None
-        d_images, d_texts, d_scale = way.softmax_backward(
-            grad.to(engine.accumulator), images, texts, s, ids, spec.rule, engine.precision, *stats, needs
+        return _times(
+            grad, _short_gradients(way, images, texts, scale, ids, row_data, col_data, spec, needs), images, scale
         )
-        return d_images, d_texts, None if d_scale is None else d_scale.to(scale.dtype).reshape(scale.shape)
     mine, travelling = shards(layout, images, texts, ids, banks)
     share = grad.to(engine.accumulator) / (spec.directions * layout.rows * engine.gain)
     all_rows = Statistics(row_data) if spec.for_rows else None
@@ -131,6 +135,34 @@ def softmax_backward(
     return d_images, d_texts, (share * layout.world.sum_(sum_gu)).to(scale.dtype).reshape(scale.shape)
 
 
+def _short_gradients(
+    way: ModuleType,
+    images: Tensor,
+    texts: Tensor,
+    scale: Tensor,
+    ids: Tensor | None,
+    row_data: Tensor,
+    col_data: Tensor,
+    spec: Spec,
+    needs: Needs,
+) -> Gradients:
+    """The short way's gradients in float32, for an incoming gradient of one."""
+    engine = Engine.of(images, spec.backend, spec.precision, spec.block_size)
+    s = scale.detach().reshape(()).to(engine.accumulator)
+    stats = row_data if spec.for_rows else None, col_data if spec.for_cols else None
+    return way.softmax_gradients(images, texts, s, ids, spec.rule, engine.precision, *stats, needs)  # type: ignore[no-any-return]
+
+
+def _times(grad: Tensor, gradients: Gradients, embeds: Tensor, scale: Tensor) -> Gradients:
+    """Gradients in float32 times the incoming one, rounded once to the dtypes of what they belong to."""
+    d_images, d_texts, d_scale = gradients
+    d_images, d_texts = (
+        None if d is None else torch.mul(d, grad, out=torch.empty_like(d, dtype=embeds.dtype))
+        for d in (d_images, d_texts)
+    )
+    return d_images, d_texts, None if d_scale is None else (d_scale * grad).to(scale.dtype).reshape(scale.shape)
+
+
 class _SoftmaxLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -144,24 +176,35 @@ class _SoftmaxLoss(torch.autograd.Function):
         bank_ids: Tensor | None,
         spec: Spec,
         layout: Layout,
+        differentiated: bool,
     ) -> Tensor:
         banks = bank_images, bank_texts, bank_ids
+        ctx.spec, ctx.layout = spec, layout
         with torch.autocast(images.device.type, enabled=False):
             loss, rows, cols = softmax_forward(images, texts, scale, ids, banks, spec, layout)
+            way = _short_way(Engine.of(images, spec.backend, spec.precision, spec.block_size), images, banks, layout)
+            ctx.is_ready = differentiated and way is not None and any(ctx.needs_input_grad)
+            if ctx.is_ready and way is not None:
+                # A small batch waits for Python, which is slower in autograd's thread than here.
+                made = _short_gradients(way, images, texts, scale, ids, rows, cols, spec, ctx.needs_input_grad[:3])
+                ctx.save_for_backward(images, scale, *made)
+                return loss
         ctx.save_for_backward(images, texts, scale, ids, bank_images, bank_texts, bank_ids, rows, cols)
-        ctx.spec, ctx.layout = spec, layout
         return loss
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.is_ready:
+            images, scale, *made = ctx.saved_tensors
+            return *_times(grad, (made[0], made[1], made[2]), images, scale), *[None] * 7
         images, texts, scale, ids, bank_images, bank_texts, bank_ids, rows, cols = ctx.saved_tensors
         banks = bank_images, bank_texts, bank_ids
         with torch.autocast(images.device.type, enabled=False):
             gradients = softmax_backward(
                 grad, images, texts, scale, ids, banks, rows, cols, ctx.spec, ctx.layout, ctx.needs_input_grad[:3]
             )
-        return *gradients, *[None] * 6
+        return *gradients, *[None] * 7
 
 
 def softmax_loss(images: Tensor, texts: Tensor, scale: Tensor, ids: Tensor | None, banks: Banks, spec: Spec) -> Tensor:
@@ -180,4 +223,4 @@ def _softmax_loss(images: Tensor, texts: Tensor, scale: Tensor, ids: Tensor | No
     options = agreement("contrastive_loss", spec, images, ids, images=images, texts=texts, logit_scale=scale)
     bank_rows = 0 if banks[0] is None else len(banks[0])
     layout = Layout.of(spec.group, len(images), bank_rows, images.device, options)
-    return _SoftmaxLoss.apply(images, texts, scale, ids, *banks, spec, layout)
+    return _SoftmaxLoss.apply(images, texts, scale, ids, *banks, spec, layout, torch.is_grad_enabled())

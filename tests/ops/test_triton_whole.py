@@ -67,3 +67,36 @@ def test_chunks_with_ids_match_float64(block_size, duplicates, precision):
         duplicates=duplicates, label_smoothing=0.1, block_size=block_size, precision=precision,
         tolerance=tolerance, value_tolerance=tolerance or 1e-5,
     )  # fmt: skip
+
+
+def test_a_gradient_made_ahead_is_scaled_by_what_comes_in():
+    from hf_infcl import contrastive_loss
+
+    x, y = (side.to(DEVICE, torch.float32) for side in pairs("trained", 33, 16))
+    found = []
+    for factor in (1.0, 3.0):
+        a, b = x.clone().requires_grad_(), y.clone().requires_grad_()
+        s = torch.tensor([20.0], device=DEVICE, requires_grad=True)
+        loss = factor * contrastive_loss(a, b, s, backend="triton")
+        first = torch.autograd.grad(loss, (a, b, s), retain_graph=True)
+        for once, twice in zip(first, torch.autograd.grad(loss, (a, b, s)), strict=True):
+            torch.testing.assert_close(once, twice, rtol=0, atol=0)
+        found.append(first)
+    for one, three in zip(*found, strict=True):
+        torch.testing.assert_close(3 * one, three)
+
+
+def test_without_autograd_no_gradient_is_made(monkeypatch):
+    from hf_infcl import contrastive_loss
+    from hf_infcl.ops.triton import whole
+
+    def made(*_):
+        raise AssertionError("a gradient was made")
+
+    monkeypatch.setattr(whole, "softmax_gradients", made)
+    x, y = (side.to(DEVICE, torch.float32).requires_grad_() for side in pairs("trained", 8, 16))
+    with torch.no_grad():
+        contrastive_loss(x, y, 20.0, backend="triton")
+    contrastive_loss(x.detach(), y.detach(), 20.0, backend="triton")
+    with pytest.raises(AssertionError, match="a gradient was made"):
+        contrastive_loss(x, y, 20.0, backend="triton")

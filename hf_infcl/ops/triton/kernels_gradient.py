@@ -18,23 +18,22 @@ def _add_product(a, b, acc, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n"])
 def gradient_kernel(
-    g, x, y, out_x, out_y, g_stride, x_stride, y_stride, n, depth, scale, grad, share, sum_parts,
+    g, x, y, out_x, out_y, g_stride, x_stride, y_stride, n, depth, scale, share, sum_parts,
     FOR_X: tl.constexpr, FOR_Y: tl.constexpr, WANT_SUM: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
     RUN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """dX = f G Y and dY = f G'X with f = s * grad * share, rounded once.
+    """dX = f G Y and dY = f G'X with f = s * share, in float32.
 
     g: (n, n), its rows g_stride apart and zero beyond column n. x, y: (n, depth) embeddings. out_x, out_y: (n, depth),
     contiguous. The first programs make dX, the others dY (FOR_X, FOR_Y: whether they are wanted).
     RUN: terms that are added up before their sum joins the others. One long chain of float32 additions would let the
     rounding errors of n equal rows, which all point one way, grow with n.
-    sum_parts: (programs of dX,) float32, x_i . (G Y)_i summed over a tile, times grad * share (WANT_SUM).
+    sum_parts: (programs of dX,) float32, x_i . (G Y)_i summed over a tile, times share (WANT_SUM).
     """
     tiles_d = tl.cdiv(depth, BLOCK_N)
     tiles_one = tl.cdiv(n, BLOCK_M) * tiles_d
     program = tl.program_id(0)
-    common = tl.load(grad).to(tl.float32) * share
-    factor = common * tl.load(scale).to(tl.float32)
+    factor = share * tl.load(scale).to(tl.float32)
     for_x = FOR_X and (program < tiles_one or not FOR_Y)
     tile = program if for_x else program - (tiles_one if FOR_X else 0)
     rows = (tile // tiles_d) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -56,8 +55,8 @@ def gradient_kernel(
             acc += run
         if WANT_SUM:
             own = tl.load(x + rows.to(tl.int64)[:, None] * x_stride + at_depth[None, :], mask=there, other=0.0)
-            tl.store(sum_parts + tile, tl.sum(own.to(tl.float32) * acc) * common)
-        tl.store(out_x + out_at, (acc * factor).to(out_x.dtype.element_ty), mask=there)
+            tl.store(sum_parts + tile, tl.sum(own.to(tl.float32) * acc) * share)
+        tl.store(out_x + out_at, acc * factor, mask=there)
     else:
         for first in range(0, n, RUN):
             run = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -69,4 +68,4 @@ def gradient_kernel(
                 b = tl.load(x_at, mask=(ks < n)[:, None] & in_depth, other=0.0)
                 run = _add_product(a.T, b, run, SPLIT, PRECISION)
             acc += run
-        tl.store(out_y + out_at, (acc * factor).to(out_y.dtype.element_ty), mask=there)
+        tl.store(out_y + out_at, acc * factor, mask=there)

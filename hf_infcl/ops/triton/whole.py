@@ -1,4 +1,4 @@
-"""A batch that fits in one chunk: the loss in two launches and a sum, its gradient in two more.
+"""A batch that fits in one chunk: the loss in two launches and a sum, its gradients in two more.
 
 Up to some 8,192 pairs the GPU waits for the host; what counts is how little Python runs per step. The general path
 makes running statistics, merges into them and finishes with small operations; here the kernels make, merge and finish.
@@ -88,8 +88,7 @@ def softmax_forward(
     return losses.sum(), rows, cols
 
 
-def softmax_backward(
-    grad: Tensor,
+def softmax_gradients(
     images: Tensor,
     texts: Tensor,
     scale: Tensor,
@@ -100,7 +99,7 @@ def softmax_backward(
     cols: Tensor | None,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of images, texts and scale, None where not needed."""
+    """Gradients of images, texts and scale in float32, None where not needed."""
     tiles = _tiles(images, texts, ids, rule, precision)
     n, dtype, device = len(images), images.dtype, images.device
     # Where dX is not computed, the scale's gradient comes from the tiles of G.
@@ -121,25 +120,24 @@ def softmax_backward(
     )
     share = 1.0 / (sum(wanted) * n * factor)
     if dtype != torch.float32 and n > _LARGEST_FUSED:
-        d_x, d_y, sum_gu = _products(g[:, :n], images, texts, scale, grad, share, needs)
+        d_x, d_y, sum_gu = _products(g[:, :n], images, texts, scale, share, needs)
     else:
-        d_x, d_y, sum_gu = _fused_products(tiles.config, g, images, texts, scale, grad, share, needs, split, precision)
-    return d_x, d_y, sums.sum() * (grad * share) if sums is not None else sum_gu
+        d_x, d_y, sum_gu = _fused_products(tiles.config, g, images, texts, scale, share, needs, split, precision)
+    return d_x, d_y, sums.sum() * share if sums is not None else sum_gu
 
 
 def _products(
-    g: Tensor, images: Tensor, texts: Tensor, scale: Tensor, grad: Tensor, share: float, needs: tuple[bool, bool, bool]
+    g: Tensor, images: Tensor, texts: Tensor, scale: Tensor, share: float, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Both gradients, and the scale's where that of the images is made, by the vendor's products."""
-    common = grad * share
-    factor = common * scale
+    factor = scale * share
     d_x = d_y = sum_gu = None
     if needs[0]:
         d_x = matmul(g, texts, "ieee")
-        sum_gu = (images * d_x).sum() * common if needs[2] else None
-        d_x = d_x.mul_(factor).to(images.dtype)
+        sum_gu = (images * d_x).sum() * share if needs[2] else None
+        d_x.mul_(factor)
     if needs[1]:
-        d_y = matmul(g.T, images, "ieee").mul_(factor).to(texts.dtype)
+        d_y = matmul(g.T, images, "ieee").mul_(factor)
     return d_x, d_y, sum_gu
 
 
@@ -149,7 +147,6 @@ def _fused_products(
     images: Tensor,
     texts: Tensor,
     scale: Tensor,
-    grad: Tensor,
     share: float,
     needs: tuple[bool, bool, bool],
     split: bool,
@@ -163,8 +160,8 @@ def _fused_products(
     block_d = 16 if depth <= 16 else 32 if depth <= 32 else 64 if depth <= 64 else c.block_n
     programs = -(-n // c.block_m) * -(-depth // block_d)
     sums = torch.empty(programs, device=device) if need_scale and need_x else None
-    d_x = torch.empty(n, depth, device=device, dtype=dtype) if need_x else None
-    d_y = torch.empty(n, depth, device=device, dtype=dtype) if need_y else None
+    d_x = torch.empty(n, depth, device=device) if need_x else None
+    d_y = torch.empty(n, depth, device=device) if need_y else None
     x, y = operand(images), operand(texts)
     if x.dtype == torch.float32:  # under the interpreter half-precision operands are widened
         split, g = False, g.float()
@@ -172,7 +169,7 @@ def _fused_products(
         gradient_kernel,
         device,
         programs * (need_x + need_y),
-        (g, x, y, d_x, d_y, g.stride(0), x.stride(0), y.stride(0), n, depth, scale, grad, share, sums),
+        (g, x, y, d_x, d_y, g.stride(0), x.stride(0), y.stride(0), n, depth, scale, share, sums),
         (
             need_x, need_y, sums is not None, split, precision, _RUN if dtype == torch.float32 else 2**30,
             c.block_m, block_d, c.block_k,
