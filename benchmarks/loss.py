@@ -59,14 +59,14 @@ def synchronize(device: str) -> None:
 
 
 def median_ms(step: Callable[[], object], device: str, budget_ms: float) -> float:
-    """Median time of a step, after a warm-up, over as many repetitions as the budget holds (3 at least, 50 at most)."""
+    """Median time of a step, after a warm-up, over as many repetitions as the budget holds (3 at least)."""
     step()
     synchronize(device)
     start = time.perf_counter()
     step()
     synchronize(device)
     once = 1e3 * (time.perf_counter() - start)
-    repetitions = int(min(50, max(3, budget_ms / max(once, 1e-3))))
+    repetitions = int(min(1000, max(3, budget_ms / max(once, 1e-3))))
     if device != "cuda":
         times = []
         for _ in range(repetitions):
@@ -86,12 +86,12 @@ def median_ms(step: Callable[[], object], device: str, budget_ms: float) -> floa
 
 
 def roof_tflops(device: str, dtype: torch.dtype, tf32: bool = False) -> float:
-    """The vendor library's rate on one square product."""
+    """The vendor library's rate on one square product, timed for long enough that the chip is as warm as later on."""
     n = 8192 if device == "cuda" else 1024
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = tf32
-    ms = median_ms(lambda: a @ b, device, 200)
+    ms = median_ms(lambda: a @ b, device, 200 if device == "cpu" else 1500)
     torch.backends.cuda.matmul.allow_tf32 = before
     return 2 * n**3 / ms / 1e9
 
@@ -270,6 +270,7 @@ def main() -> None:
             for name in arguments.names or peers.SIGMOID:
                 make = functools.partial(peers.sigmoid, name)
                 attempt(rows, labels("sigmoid", name, n, d, top), make, n=n, d=d, reference=known, **common)
+        write(rows, found, Path(arguments.out))
     if "precision" in arguments.suite:
         n, d = (32_768, 512) if on_gpu else (256, 64)
         for dtype, precision in [("fp16", "auto"), ("fp32", "tf32"), ("fp32", "tf32x3"), ("fp32", "ieee")]:
@@ -285,7 +286,7 @@ def main() -> None:
                 dtype=DTYPES[dtype],
                 device=device,
             )
-    write(rows, found, Path(arguments.out))
+        write(rows, found, Path(arguments.out))
     if "large" in arguments.suite and on_gpu:
         for n in arguments.large:
             attempt(rows, labels("large", "hf_infcl", n, 512, roof()), peers.ours, n=n, d=512, once=True, **common)

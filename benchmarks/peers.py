@@ -66,9 +66,9 @@ def inf_cl() -> Loss:
     _need("inf_cl")
     if not torch.cuda.is_available():
         raise Unavailable("inf-cl needs a CUDA device")
-    from inf_cl import cal_inf_loss
+    from inf_cl import cal_flash_loss  # its ring needs a process group; for one process it has this
 
-    return lambda x, y, s: (cal_inf_loss(x, y, scale=s) + cal_inf_loss(y, x, scale=s)) / 2
+    return lambda x, y, s: (cal_flash_loss(x, y, scale=s) + cal_flash_loss(y, x, scale=s)) / 2
 
 
 def contrastive(name: str) -> Loss:
@@ -78,6 +78,7 @@ def contrastive(name: str) -> Loss:
     if name == "dense":
         return dense
     if name == "torch.compile":
+        torch.compiler.reset()  # every shape is compiled anew; after eight it would silently run eagerly
         return torch.compile(dense, dynamic=False)
     makers = {"open_clip": open_clip, "memeff": memeff, "inf-cl": inf_cl}
     return makers[name]()
@@ -99,7 +100,10 @@ def sigmoid(name: str) -> Loss:
             z = 2 * torch.eye(len(x), device=x.device) - 1
             return -F.logsigmoid(z * logits).sum() / len(x)
 
-        return loss if name == "dense" else torch.compile(loss, dynamic=False)
+        if name == "dense":
+            return loss
+        torch.compiler.reset()
+        return torch.compile(loss, dynamic=False)
     _need("siglip_kernel")
     if not torch.cuda.is_available():
         raise Unavailable("siglip-kernel needs a CUDA device")

@@ -13,9 +13,10 @@ from hf_infcl.ring.world import World
 
 GATHER_BELOW = "HF_INFCL_GATHER_BELOW"
 BF16_GRADIENTS = "HF_INFCL_BF16_GRADIENTS"
-# Gathering costs memory for all texts and their gradients (48 MiB at 16,384 rows of 512 in bf16, below the scratch
-# of one chunk) and saves W - 1 launches of small blocks, which cost about a millisecond each below 4,096 rows a rank.
-_GATHER_BELOW_DEFAULT = 16_384
+# Gathering saves W - 1 rounds of small blocks, which wait for the host, and costs memory for all texts and their
+# float32 gradients (144 MiB at this many rows of 512 in bf16, as much as the scratch of one chunk). Between 32,768 rows,
+# where it is faster for 2, 4 and 8 processes, and 65,536, where for two it is not (benchmarks/results/ring_nvidia_h200).
+_GATHER_BELOW_DEFAULT = 49_152
 
 
 @dataclass(frozen=True)
