@@ -145,7 +145,7 @@ def _rows(name: str, depth: int) -> Iterator[dict[str, Any]]:
 
 
 def _size(row: dict[str, Any]) -> int:
-    return int(row["local"] if "local" in row else row["n"])
+    return int(row["local"] if "local" in row else row["size"])
 
 
 def report(machine: Machine, source: str, depth: int) -> Iterator[str]:
