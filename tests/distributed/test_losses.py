@@ -100,12 +100,11 @@ def sigmoid_case(batch: Batch, ids: bool, **options) -> Tensor:
     return loss.detach()
 
 
-def _all_losses(rank: int, world_size: int, stride: int) -> list[float]:
+def _all_losses(rank: int, world_size: int) -> list[float]:
     batch = Batch(rank, world_size)
     values = []
-    for path in forced_paths():
-        # Either path meets every value of every option; the full product is one world size's.
-        for options in CONTRASTIVE[0 if path == "hop" else stride // 2 :: stride]:
+    for _ in forced_paths():
+        for options in CONTRASTIVE:
             values.append(contrastive_case(batch, ids=True, **options).item())
         values.append(contrastive_case(batch, ids=False, with_bank=False).item())
         values.append(sigmoid_case(batch, ids=False).item())
@@ -115,12 +114,12 @@ def _all_losses(rank: int, world_size: int, stride: int) -> list[float]:
 
 def test_one_process_matches_float64(monkeypatch):
     monkeypatch.setenv("HF_INFCL_GATHER_BELOW", "")  # restored afterwards
-    _all_losses(0, 1, 1)
+    _all_losses(0, 1)
 
 
-@pytest.mark.parametrize(("world_size", "stride"), [(2, 5), (3, 1), (4, 5)])
-def test_uneven_shards_match_float64(world_size, stride):
-    by_rank = run_processes(_all_losses, world_size, args=(stride,))
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_uneven_shards_match_float64(world_size):
+    by_rank = run_processes(_all_losses, world_size)
     assert all(values == by_rank[0] for values in by_rank)  # the same bits everywhere
 
 
