@@ -8,6 +8,8 @@ import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
+from hf_infcl.trainer.hardware import check_bf16, check_device, meets_on_cpu
+
 _KIND_NAMES: dict[type, str] = {int: "an integer", float: "a number"}
 LOSS_TYPES = ("contrastive", "hard_negative", "sigmoid")
 BATCH_SAMPLERS = ("batch_sampler", "no_duplicates")
@@ -269,10 +271,13 @@ class InfCLConfig(TrainingArguments):
     def __post_init__(self) -> None:
         self._read_numbers()
         self._choose_best_metric()
+        check_bf16(self)
+        self.use_cpu = meets_on_cpu(self)
         super().__post_init__()
         if self.device.type == "cpu":
             # On several processes it is "cpu:0", to which transformers 5.17 cannot restore an optimizer.
             self.__dict__["_setup_devices"] = torch.device("cpu")
+        check_device(self)
         self._check_own_fields()
 
     @property
