@@ -110,7 +110,10 @@ def fine_tune(
     """
     from hf_infcl.cli.summary import print_summary
     from hf_infcl.hub import find_peft_model, write_run
+    from hf_infcl.trainer.description import describe_run
 
+    if trainer.is_world_process_zero():
+        print(describe_run(trainer))
     evaluates = trainer.eval_dataset is not None
     before = trainer.evaluate() if evaluates and script_args.evaluate_base else {}
     trainer.train(resume_from_checkpoint=checkpoint)

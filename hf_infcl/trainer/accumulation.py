@@ -136,13 +136,13 @@ class ContrastiveStep:
         self._scale, self._bias = scale, bias
         self._to_device, self._device, self._loss_dtype = to_device, device, loss_dtype
         self._inputs = [sides.split(batch) for batch in micro_batches]
-        self._ids = [batch.get("ids") for batch in micro_batches]
         self._rng: list[RngState | None] = []
         self._kept: tuple[Tensor | None, Tensor | None] | None = None  # the graph of a lone micro-batch
         self._sizes: list[int] = []
         self.image_embeds: Tensor | None = None
         self.text_embeds: Tensor | None = None
         self.ids: Tensor | None = None
+        self.host_ids = _joined_ids(micro_batches)
         self.loss: Tensor | None = None
         self.logit_scale: Tensor | None = None
 
@@ -172,7 +172,7 @@ class ContrastiveStep:
             texts.append(text.detach())
             self._sizes.append(len(image))
         self.image_embeds, self.text_embeds = torch.cat(images), torch.cat(texts)
-        self.ids = self._gather_ids()
+        self.ids = None if self.host_ids is None else self._to_device({"ids": self.host_ids})["ids"]
         self._differentiate()
 
     def _first_pass(
@@ -196,14 +196,6 @@ class ContrastiveStep:
                 self._rng.append(RngState(self._device))
                 image, _ = self._embed(self._to_device(image_inputs))
             return image, text
-
-    def _gather_ids(self) -> Tensor | None:
-        given = [ids for ids in self._ids if ids is not None]
-        if not given:
-            return None
-        if len(given) != len(self._ids):
-            raise ValueError("'ids' must come with every micro-batch of a step or with none")
-        return self._to_device({"ids": torch.cat([ids.reshape(len(ids), -1) for ids in given])})["ids"]
 
     def _differentiate(self) -> None:
         assert self.image_embeds is not None
@@ -302,3 +294,12 @@ class ContrastiveStep:
             micro_batch += 1
         ids = "" if self.ids is None else f", ids {self.ids[row].tolist()}"
         return f"row {row} of the batch (micro-batch {micro_batch}, row {within}{ids})"
+
+
+def _joined_ids(micro_batches: Sequence[Mapping[str, Any]]) -> Tensor | None:
+    given = [batch["ids"] for batch in micro_batches if batch.get("ids") is not None]
+    if not given:
+        return None
+    if len(given) != len(micro_batches):
+        raise ValueError("'ids' must come with every micro-batch of a step or with none")
+    return torch.cat([ids.reshape(len(ids), -1) for ids in given])

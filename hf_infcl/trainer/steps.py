@@ -20,12 +20,14 @@ from hf_infcl.models import (
     set_batch_statistics_eval,
     unwrap,
 )
+from hf_infcl.ring import World
 from hf_infcl.trainer import objective
 from hf_infcl.trainer.accumulation import ContrastiveStep
 from hf_infcl.trainer.callbacks import StepClock
 from hf_infcl.trainer.checkpoints import load_bank, save_bank, save_options
 from hf_infcl.trainer.evaluation import EvaluatingTrainer, as_function, embedder
 from hf_infcl.trainer.preparation import set_locked_towers_eval
+from hf_infcl.trainer.repeats import lacks_negatives, repeated_shares
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +139,19 @@ class SteppingTrainer(EvaluatingTrainer):
         # Trainer adds up what the micro-batches of a step return.
         return (step.loss / len(step)).to(torch.float32)
 
+    @property
+    def trained_sides(self) -> tuple[bool, bool]:
+        """Whether anything is trained on the image side, and on the text side."""
+        return self._sides.trained
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """The dtype in which the loss takes the embeddings."""
+        return self._mixed_dtype() or self.model.dtype
+
+    def _mixed_dtype(self) -> torch.dtype | None:
+        return _LOSS_DTYPES.get(self.accelerator.mixed_precision)
+
     def _backward_options(self) -> dict[str, Any]:
         # The loss is one of the whole step already.
         return {"scale_wrt_gas": False} if self.accelerator.distributed_type == DistributedType.DEEPSPEED else {}
@@ -152,32 +167,45 @@ class SteppingTrainer(EvaluatingTrainer):
             bias=lambda: logit_bias_parameter(base),
             to_device=self._to_device,
             device=self.args.device,
-            loss_dtype=_LOSS_DTYPES.get(self.accelerator.mixed_precision),
+            loss_dtype=self._mixed_dtype(),
         )
         with self.compute_loss_context_manager():
             step.begin()
         for name, value in getattr(loss, "last_stats", {}).items():
             self._loss_stats[name].append(value)
         if not self._said_repeats:
-            self._said_repeats = self._report_repeats(step.ids)
+            self._said_repeats = self._report_repeats(step.host_ids)
         self._clock.count(step.rows)
         return step
 
     def _report_repeats(self, ids: Tensor | None) -> bool:
-        """Says once where copies are taken for negatives. Returns whether there is nothing more to say."""
-        if ids is None or self.loss_type is None or self.args.duplicates != "keep":
+        """Says once where copies are taken for negatives, or leave none. Returns whether nothing more is to be said."""
+        if ids is None or self.loss_type is None or self.args.duplicates == "positive":
             return True
-        repeated = [1 - len(column.unique()) / len(column) for column in ids.cpu().unbind(1)]
-        if max(repeated) == 0:
-            return False
-        shares = ", ".join(f"{share:.0%}" for share in repeated)
-        logger.warning(
-            "repeated in a batch: %s (a share for each column of ids, such as image and caption). duplicates='keep' "
-            "takes them for negatives, which keeps the loss above a floor; 'mask' leaves them out, 'positive' pairs "
-            "them",
-            shares,
-        )
-        return True
+        if self.args.duplicates == "keep":
+            shares = repeated_shares(ids)
+            if max(shares) > 0:
+                logger.warning(
+                    "repeated in a batch: %s (a share for each column of ids, such as image and caption). "
+                    "duplicates='keep' takes them for negatives, which keeps the loss above a floor; 'mask' leaves "
+                    "them out, 'positive' pairs them",
+                    ", ".join(f"{share:.0%}" for share in shares),
+                )
+            return max(shares) > 0
+        if self.args.memory_bank_size:
+            return True
+        world = World.of(None)
+        # The other processes' ids lie on their hosts: they are asked for once, with the first batch.
+        lacks = lacks_negatives(ids if world.is_alone else torch.cat(world.gather_objects(ids)))
+        if lacks and world.rank == 0:
+            advice = "duplicates='positive' pairs them instead. " if self.loss_type == "contrastive" else ""
+            logger.warning(
+                "a pair of this contrastive batch has no negative: all others share its image or its caption, which "
+                "duplicates='mask' leaves out. Where every pair is like that, nothing is learnt. %sA larger batch and "
+                "captions that differ bring negatives back",
+                advice,
+            )
+        return lacks or not world.is_alone
 
     def _loss_of_step(self) -> nn.Module:
         start = self.args.hard_negative_start

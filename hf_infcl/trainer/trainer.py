@@ -18,6 +18,7 @@ from hf_infcl.trainer import checks
 from hf_infcl.trainer.callbacks import FillMemoryBank, LogitScaleCap
 from hf_infcl.trainer.checkpoints import check_checkpoint, saved_step, stream_position
 from hf_infcl.trainer.config import InfCLConfig
+from hf_infcl.trainer.description import describe_run
 from hf_infcl.trainer.loaders import WholeGroups, as_pairs, eval_loader, train_loader
 from hf_infcl.trainer.preparation import load_model, load_processor, prepare_model, scale_cap, sides_of
 from hf_infcl.trainer.saving import SavingTrainer
@@ -244,6 +245,7 @@ class InfCLTrainer(SavingTrainer, SteppingTrainer):
         self._said_dropped = self._said_repeats = False
         self._card_is_current = False
         self._set_memory_bank(None)
+        logger.info("%s", describe_run(self))
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def _init_training_state(
