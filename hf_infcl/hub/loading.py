@@ -46,8 +46,10 @@ def load_dual_encoder(
         merge: whether to fold the adapter in use into the weights; a plain transformers model is returned.
 
     Returns:
-        (model, processor). The model is in eval mode. Called with `pixel_values`, `input_ids` or both it returns
-        `image_embeds` and `text_embeds` of shape (n, D) and length 1; it normalises uint8 `pixel_values` itself.
+        (model, processor). The model is in eval mode. Called with `pixel_values` or `input_ids` it returns
+        `image_embeds` or `text_embeds` of shape (n, D) and length 1. Called with both it is the model's own forward:
+        both embeddings, `logits_per_image`, `logits_per_text`, and `loss` where `return_loss=True` asks for it. It
+        normalises uint8 `pixel_values` itself.
 
     Raises:
         ValueError: for a family that is not supported, an adapter without a base or of another one, weights that are
@@ -81,7 +83,7 @@ def load_dual_encoder(
             raise ValueError(f"the adapter {location!r} does not belong to the base {base!r}: {error}") from error
         _check_fit(model, name, location, base, shapes[name])
     processor = _choose_processor(next(iter(adapters.values()), None), adapter_revision, base, base_revision)
-    prepare_dual_encoder(model, processor)
+    prepare_dual_encoder(model, processor, logits=True)
     if adapters and merge:
         model = model.merge_and_unload()  # type: ignore[operator]
     return model.eval(), processor

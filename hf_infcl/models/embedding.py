@@ -1,4 +1,8 @@
-"""The forward of a dual encoder as this project needs it: embeddings of either or both modalities, and no logits."""
+"""The forward of a dual encoder as this project needs it: embeddings of either or both modalities.
+
+For training, logits are left out: the loss makes its own. For inference, both modalities go through the model's own
+forward, so that whoever knows the model finds all he expects.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,15 +34,18 @@ class DualEncoderOutput(ModelOutput):
     text_embeds: Tensor | None = None
 
 
-def prepare_dual_encoder(model: Model, processor: Any = None) -> Model:
+def prepare_dual_encoder(model: Model, processor: Any = None, *, logits: bool = False) -> Model:
     """Gives this instance a forward that takes images, texts or both and returns `DualEncoderOutput`.
 
     The class is left alone. Whatever wraps the instance afterwards (PEFT, DDP, autocast, compile) wraps this forward.
 
     Args:
-        model: a dual encoder of a supported family, wrapped by PEFT or not. Preparing it again changes nothing.
+        model: a dual encoder of a supported family, wrapped by PEFT or not. Preparing it again changes nothing but
+            what `logits` says.
         processor: its processor, if at hand: then uint8 images are normalised on the device, the end-of-text id is
             checked against the tokenizer, and a tokenizer that should lower its letters does.
+        logits: whether images and texts together go through the model's own forward, which returns `logits_per_image`,
+            `logits_per_text` and, asked by `return_loss=True`, its dense loss beside the embeddings.
 
     Returns:
         The same object.
@@ -57,17 +64,17 @@ def prepare_dual_encoder(model: Model, processor: Any = None) -> Model:
     if processor is not None:
         lower_case_as_trained(processor)
         set_image_normalization(base, processor)
-    if not getattr(base, "_infcl_prepared", False):  # accelerate may have wrapped our forward since
-        base.forward = _BoundForward(_forward, base)
-        base._infcl_prepared = True
+    if getattr(base, "_infcl_logits", None) is not logits:  # if it is, accelerate may have wrapped our forward since
+        base.forward = _BoundForward(_forward_with_logits if logits else _forward, base)
+        base._infcl_logits = logits
     return model
 
 
-class _BoundForward(partial[DualEncoderOutput]):
+class _BoundForward(partial[ModelOutput]):
     """A method of one instance. Python's own kind cannot be unpickled before the instance is there as a whole."""
 
     @property
-    def __func__(self) -> Callable[..., DualEncoderOutput]:
+    def __func__(self) -> Callable[..., ModelOutput]:
         """What accelerate wraps and binds again."""
         return self.func
 
@@ -99,6 +106,20 @@ def _forward(
     if input_ids is not None:
         text_embeds = normalize(self.get_text_features(**text_inputs, return_dict=True).pooler_output)
     return DualEncoderOutput(image_embeds=image_embeds, text_embeds=text_embeds)
+
+
+def _forward_with_logits(
+    self: Any,
+    input_ids: Tensor | None = None,
+    pixel_values: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    **inputs: Any,
+) -> ModelOutput:
+    """Embeds one side as `_forward` does; both go through the forward of the model's class."""
+    if input_ids is None or pixel_values is None:
+        return _forward(self, input_ids, pixel_values, attention_mask, **inputs)
+    images = normalize_images(self, pixel_values)
+    return type(self).forward(self, input_ids=input_ids, pixel_values=images, attention_mask=attention_mask, **inputs)
 
 
 def _by_side(family: Family, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

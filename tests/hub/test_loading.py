@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModel, AutoProcessor, BertConfig, BertModel, CLIPModel, SiglipProcessor
+from transformers import AutoModel, AutoProcessor, BertConfig, BertModel, CLIPModel, SiglipProcessor, pipeline
 
 from hf_infcl import load_dual_encoder
 from hf_infcl.hub import adapters, save_adapter
@@ -22,7 +23,7 @@ FAMILIES = sorted(MODELS)
 
 def _adapted(base: str, scale: float | None = None, name: str = "default", **lora: Any) -> nn.Module:
     """A base with random adapters (standard deviation 0.3), and the scale trained to a value."""
-    model = prepare_dual_encoder(AutoModel.from_pretrained(base))
+    model = AutoModel.from_pretrained(base)
     model = get_peft_model(model, complete_lora_config(model, LoraConfig(**lora)), adapter_name=name)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -75,6 +76,60 @@ def test_an_adapter_loads_back_equal(family: str, merge: bool, tmp_path: Path) -
     plain, _ = load_dual_encoder(base)
     assert not torch.allclose(plain(**batch).image_embeds, loaded(**batch).image_embeds, atol=1e-2)
     assert not torch.allclose(plain(**batch).text_embeds, loaded(**batch).text_embeds, atol=1e-2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("merge", [False, True])
+def test_images_and_texts_together_go_through_the_models_own_forward(family: str, merge: bool, tmp_path: Path) -> None:
+    base, batch = save_tiny(family, tmp_path / "base"), tiny_batch(family)
+    save_adapter(_adapted(base, scale=3.0), tmp_path / "adapter", tiny_processor(family))
+    plain = PeftModel.from_pretrained(AutoModel.from_pretrained(base), tmp_path / "adapter").eval()
+    wanted = plain(**batch, return_loss=True)
+    loaded, _ = load_dual_encoder(base, adapter=tmp_path / "adapter", merge=merge)
+    found = loaded(**batch, return_loss=True)
+    for name in ("logits_per_image", "logits_per_text", "loss"):
+        torch.testing.assert_close(found[name], wanted[name], atol=1e-3 if merge else 0, rtol=0)
+    assert found.logits_per_image.shape == (3, 3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_side_alone_embeds_as_both_do(family: str, tmp_path: Path) -> None:
+    model, _ = load_dual_encoder(save_tiny(family, tmp_path))
+    batch = tiny_batch(family)
+    images = {name: batch.pop(name) for name in family_of(model).image_inputs}
+    both = model(**images, **batch)
+    torch.testing.assert_close(model(**images).image_embeds, both.image_embeds, atol=1e-6, rtol=0)
+    torch.testing.assert_close(model(**batch).text_embeds, both.text_embeds, atol=1e-6, rtol=0)
+
+
+def test_bytes_are_normalised_for_both_sides_too(tmp_path: Path) -> None:
+    model, processor = load_dual_encoder(save_tiny("clip", tmp_path))
+    picture = torch.arange(32 * 32 * 3).remainder(256).to(torch.uint8).view(32, 32, 3).numpy()
+    texts = processor.tokenizer(["a dog", "a cat"], padding=True, return_tensors="pt")
+    floats = processor.image_processor(picture, return_tensors="pt")
+    as_bytes = processor.image_processor(picture, do_rescale=False, do_normalize=False, return_tensors="pt")
+    assert as_bytes["pixel_values"].dtype == torch.uint8
+    torch.testing.assert_close(
+        model(**texts, **as_bytes).logits_per_image, model(**texts, **floats).logits_per_image, atol=1e-5, rtol=0
+    )
+
+
+def test_the_zero_shot_pipeline_takes_a_merged_model(tmp_path: Path) -> None:
+    base = save_tiny("clip", tmp_path / "base")
+    trained = _adapted(base)
+    save_adapter(trained, tmp_path / "adapter", tiny_processor("clip"))
+    model, processor = load_dual_encoder(base, adapter=tmp_path / "adapter", merge=True)
+    classify = pipeline(
+        "zero-shot-image-classification",
+        model=model,
+        tokenizer=processor.tokenizer,
+        image_processor=processor.image_processor,
+    )
+    picture, names = Image.new("RGB", (40, 40), "red"), ["a red circle", "a blue star"]
+    found = {entry["label"]: entry["score"] for entry in classify(picture, names, hypothesis_template="{}")}
+    inputs = processor(images=picture, text=names, padding=True, return_tensors="pt")
+    wanted = trained(**inputs).logits_per_image.softmax(dim=-1)[0].tolist()
+    assert found == pytest.approx(dict(zip(names, wanted, strict=True)), abs=1e-4)
 
 
 VARIANTS = {

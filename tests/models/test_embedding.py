@@ -82,6 +82,15 @@ def test_preparing_twice_or_through_peft_changes_nothing() -> None:
     torch.testing.assert_close(twice(**batch).image_embeds, once.image_embeds)
 
 
+def test_logits_come_and_go_with_preparing() -> None:
+    model, batch = tiny_clip(), tiny_batch("clip")
+    stock = model(**batch)
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    assert torch.equal(prepare_dual_encoder(wrapped, logits=True)(**batch).logits_per_image, stock.logits_per_image)
+    assert torch.equal(pickle.loads(pickle.dumps(wrapped))(**batch).logits_per_image, stock.logits_per_image)
+    assert set(prepare_dual_encoder(wrapped)(**batch)) == {"image_embeds", "text_embeds"}  # as the Trainer wants it
+
+
 def test_a_deep_copy_embeds_with_its_own_weights() -> None:
     model, batch = prepare_dual_encoder(tiny_clip()), tiny_batch("clip")
     other = copy.deepcopy(model)
