@@ -38,35 +38,55 @@ def load_datasets(script_args: "ScriptArguments", training_args: "InfCLConfig") 
 
 def _test_split(script_args: "ScriptArguments", training_args: Any, wanted: str) -> Any:
     """The split to evaluate on; None where nobody asked for one and there is none."""
-    name = "test" if wanted == AUTO_SPLIT else wanted
     try:
-        return _split(script_args, training_args, name, streaming=False)
-    except ValueError as error:
-        there = _splits_named_in(error)
-        if there is None:
-            raise
+        return _split(script_args, training_args, "test" if wanted == AUTO_SPLIT else wanted, streaming=False)
+    except MissingSplitError as error:
+        train, test = held_back(script_args.dataset_train_split)
+        lines = f'`dataset_train_split: "{train}"` and `dataset_test_split: "{test}"`'
         if wanted == AUTO_SPLIT and training_args.eval_strategy == "no":
             if training_args.process_index == 0:
                 logger.warning(
-                    "training without evaluation: %s has no split %r (it has %s); dataset_test_split names another",
-                    script_args.dataset_name,
-                    name,
-                    there,
+                    "training without evaluation: %s; dataset_test_split names another. To hold a tenth back: %s",
+                    error,
+                    lines,
                 )
             return None
         also = "" if training_args.eval_strategy == "no" else " and `eval_strategy: no`"
         raise ValueError(
-            f"{script_args.dataset_name} has no split {name!r} to evaluate on; it has {there}. Name one of them by "
-            f"dataset_test_split, or train without evaluation: `dataset_test_split: none`{also}"
+            f"{error}; name a split to evaluate on by dataset_test_split, hold a tenth back by {lines}, or train "
+            f"without evaluation: `dataset_test_split: none`{also}"
         ) from error
 
 
-def _splits_named_in(error: ValueError) -> str | None:
-    """The splits that a loader lists where it lacks the one asked for; None for any other error."""
+class MissingSplitError(ValueError):
+    """The data set has other splits than the one asked for.
+
+    Attributes:
+        there: their names.
+    """
+
+    def __init__(self, dataset: str, split: str, there: list[str]):
+        super().__init__(f"{dataset} has no split {split!r} (it has {', '.join(there)})")
+        self.there = there
+
+
+def held_back(split: str) -> tuple[str, str]:
+    """A split as two slices, nine tenths to train on and one to evaluate on.
+
+    Example:
+        >>> held_back("train")
+        ('train[:90%]', 'train[90%:]')
+    """
+    name = re.split(r"[\[+]", split)[0]
+    return f"{name}[:90%]", f"{name}[90%:]"
+
+
+def _splits_named_in(error: ValueError) -> list[str]:
+    """The splits that a loader lists where it lacks the one asked for; none for any other error."""
     found = re.search(
         r"(?:split=.* is not in .*; it has |Should be one of \[|Available splits: \[)([^\]]*)", str(error)
     )
-    return re.sub(r"['\"]", "", found[1]) if found else None
+    return re.sub(r"['\"]", "", found[1]).split(", ") if found else []
 
 
 def load_split(data: "DatasetArguments", split: str, **options: Any) -> Any:
@@ -78,20 +98,27 @@ def load_split(data: "DatasetArguments", split: str, **options: Any) -> Any:
         options: further ones of `load_image_text_dataset`, such as the columns.
 
     Raises:
+        MissingSplitError: it has no such split.
         ValueError, OSError: as `load_image_text_dataset`.
     """
     from hf_infcl.data import load_image_text_dataset
 
-    return load_image_text_dataset(
-        data.dataset_name,
-        config=data.dataset_config,
-        split=split,
-        revision=data.dataset_revision,
-        image_root=data.image_root,
-        delimiter=data.delimiter,
-        encoding=data.encoding,
-        **options,
-    )
+    try:
+        return load_image_text_dataset(
+            data.dataset_name,
+            config=data.dataset_config,
+            split=split,
+            revision=data.dataset_revision,
+            image_root=data.image_root,
+            delimiter=data.delimiter,
+            encoding=data.encoding,
+            **options,
+        )
+    except ValueError as error:
+        there = _splits_named_in(error)
+        if not there:
+            raise
+        raise MissingSplitError(data.dataset_name, split, there) from error
 
 
 def first_rows(dataset: Any, count: int | None) -> Any:

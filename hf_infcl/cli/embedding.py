@@ -45,7 +45,7 @@ class ModelAndPairs(NamedTuple):
 
 
 def load_pairs(args: EmbeddingArguments, *, split: str, max_samples: int | None) -> ModelAndPairs:
-    """Loads model and data: what can go wrong here is the command line's.
+    """Loads data and model: what can go wrong here is the command line's.
 
     Args:
         args: the data set and the model.
@@ -62,16 +62,17 @@ def load_pairs(args: EmbeddingArguments, *, split: str, max_samples: int | None)
     from hf_infcl.data import ImageTextCollator, ImageTextDataset
     from hf_infcl.models import family_of
 
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    model, processor = load_dual_encoder(
-        args.model_name_or_path, adapter=args.adapter, revision=args.model_revision, dtype=args.dtype
-    )
-    model = model.to(device)
+    # The data first: a model takes longer to come.
     columns: dict[str, Any] = {"image_column": args.image_column, "caption_column": args.caption_column}
     table = first_rows(load_split(args, split, **columns, on_bad_image=args.on_bad_image), max_samples)
     pairs = ImageTextDataset(
         table, **columns, captions="expand", empty_captions=args.empty_captions, on_bad_image=args.on_bad_image
     )
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    model, processor = load_dual_encoder(
+        args.model_name_or_path, adapter=args.adapter, revision=args.model_revision, dtype=args.dtype
+    )
+    model = model.to(device)
     loader: Any = DataLoader(
         pairs,
         batch_size=args.per_device_eval_batch_size,

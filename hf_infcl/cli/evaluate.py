@@ -46,9 +46,17 @@ def main(args: EvaluateArguments) -> dict[str, float]:
 
 
 def _prepare(args: EvaluateArguments) -> tuple[EvaluateArguments, "ModelAndPairs"]:
+    from hf_infcl.cli.building import MissingSplitError, held_back
     from hf_infcl.cli.embedding import load_pairs
 
-    return args, load_pairs(args, split=args.dataset_test_split, max_samples=args.max_eval_samples)
+    try:
+        return args, load_pairs(args, split=args.dataset_test_split, max_samples=args.max_eval_samples)
+    except MissingSplitError as error:
+        there = "train" if "train" in error.there else error.there[0]
+        raise ValueError(
+            f"{error}; name a split to evaluate on: --dataset_test_split {there}, or the tenth held back in training: "
+            f'--dataset_test_split "{held_back(there)[1]}"'
+        ) from error
 
 
 def _measure(args: EvaluateArguments, loaded: "ModelAndPairs") -> dict[str, float]:

@@ -1,6 +1,9 @@
 """From a recipe's words to data sets: what becomes of a split that is not there."""
 
+import re
+
 import pytest
+import yaml
 
 from hf_infcl import InfCLConfig
 from hf_infcl.cli.arguments import ScriptArguments
@@ -36,10 +39,24 @@ def test_data_without_a_test_split_is_trained_on_without_evaluation(tmp_path, ki
     assert "no split 'test' (it has train)" in caplog.text
     # Asked for by the strategy, or by name.
     for options in ({"eval_strategy": "steps"}, {"dataset_test_split": "test"}):
-        with pytest.raises(
-            ValueError, match="has no split 'test' to evaluate on; it has train.*dataset_test_split: none"
-        ):
+        with pytest.raises(ValueError, match=r"has no split 'test' \(it has train\).*dataset_test_split: none"):
             load(tmp_path, place, **options)
+
+
+def test_the_lines_that_an_error_offers_hold_a_part_back(tmp_path):
+    rows = sample_dataset("photo", size=20)
+    rows.to_parquet(tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match="hold a tenth back by") as caught:
+        load(tmp_path, tmp_path / "rows.parquet", "epoch")
+    lines = yaml.safe_load("\n".join(re.findall(r"`(dataset_\w+_split: \"[^`]*)`", str(caught.value))))
+    assert lines == {"dataset_train_split": "train[:90%]", "dataset_test_split": "train[90%:]"}
+    train, test = load(tmp_path, tmp_path / "rows.parquet", "epoch", **lines)
+    assert (len(train), len(test)) == (18, 2)
+
+
+def test_a_training_split_that_is_not_there_lists_those_there_are(tmp_path):
+    with pytest.raises(ValueError, match=r"has no split 'training' \(it has train\)$"):
+        load(tmp_path, places(tmp_path)["parquet"], dataset_train_split="training")
 
 
 def test_a_slice_is_held_back(tmp_path):

@@ -1,6 +1,8 @@
 """`hf-infcl evaluate`: the same figures as the trainer's, whatever the batch size."""
 
 import json
+import re
+import shlex
 from types import SimpleNamespace
 
 import pytest
@@ -51,6 +53,19 @@ def test_a_table_is_read_as_training_reads_it(tmp_path):
     assert main(["evaluate", "--model_name_or_path", model, *told]) == 2
     assert main(["evaluate", "--model_name_or_path", model, *told, *options]) == 0
     assert json.loads((tmp_path / "metrics.json").read_text())["mean_recall@5"] == 1.0  # four pairs are left
+
+
+def test_a_lone_table_says_which_split_to_name_before_a_model_is_looked_for(tmp_path, capsys):
+    rows = load_image_text_dataset("sample:photo:20")
+    rows.to_parquet(tmp_path / "rows.parquet")
+    data = ["--dataset_name", str(tmp_path / "rows.parquet")]
+    assert main(["evaluate", "--model_name_or_path", "no/such-model", *data]) == 2
+    said = capsys.readouterr().err
+    assert "has no split 'test' (it has train)" in said
+    words = shlex.split(re.search(r'(--dataset_test_split "train\[90%:\]")', said)[1])
+    model, output = save_tiny("clip", tmp_path / "model"), tmp_path / "metrics.json"
+    assert main(["evaluate", "--model_name_or_path", model, *data, *words, "--output_file", str(output)]) == 0
+    assert json.loads(output.read_text())["mean_recall@5"] == 1.0  # two pairs
 
 
 def test_pairs_are_embedded_by_whatever_has_the_fields(tmp_path):
