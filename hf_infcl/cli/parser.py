@@ -3,7 +3,6 @@
 import argparse
 import copy
 import dataclasses
-import difflib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,9 +13,6 @@ from transformers import HfArgumentParser
 
 from hf_infcl.cli.coerce import Mismatch, coerce, type_name
 from hf_infcl.cli.recipe import RecipeError, read_recipe
-
-# What other tools call a field whose name is not near.
-_SYNONYMS = {"use_lora": "use_peft", "lora": "use_peft"}
 
 
 class RecipeParser(HfArgumentParser):
@@ -141,10 +137,10 @@ class RecipeParser(HfArgumentParser):
             raise RecipeError(f"{where}: field {name!r} is {value!r}; expected {type_name(kind)}") from None
 
     def _nearest(self, name: str, prefix: str = "") -> str:
-        if (meant := _SYNONYMS.get(name.replace("-", "_").lower())) in self._types:
-            return f"; did you mean {prefix}{meant}?"
-        near = difflib.get_close_matches(name.replace("-", "_").lower(), self._types, n=1)
-        return f"; did you mean {prefix}{near[0]}?" if near else ""
+        from hf_infcl.trainer.naming import nearest_field  # brings torch along: only where something is misspelt
+
+        near = nearest_field(name, self._types)
+        return f"; did you mean {prefix}{near}?" if near else ""
 
     def _build(self, kind: type, values: dict[str, Any]) -> Any:
         fields = [field for field in dataclasses.fields(kind) if field.init]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import PeftConfig
 from torch import nn
 from transformers import TrainingArguments
 
@@ -134,8 +135,13 @@ def check_temperature(model: nn.Module, loss_type: str | None) -> None:
         raise ValueError(f"loss_type='sigmoid' needs a logit_bias, which {name} lacks; use loss_type='contrastive'")
 
 
-def check_kinds(train_dataset: Any, eval_dataset: Any, loss: Any) -> None:
-    """That data sets are data sets, not names or dictionaries of splits, and that the loss is a module."""
+def check_kinds(train_dataset: Any, eval_dataset: Any, loss: Any, peft_config: Any = None) -> None:
+    """That data sets are data sets, not names or dictionaries of splits; likewise the loss and the adapter."""
+    if peft_config is not None and not isinstance(peft_config, PeftConfig):
+        raise ValueError(
+            f"peft_config must be a PeftConfig, got {type(peft_config).__name__}; pass one such as "
+            "peft.LoraConfig(r=16)"
+        )
     if isinstance(train_dataset, dict):
         first = "train" if "train" in train_dataset else next(iter(train_dataset), "train")
         raise ValueError(

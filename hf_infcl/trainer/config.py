@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
 from hf_infcl.trainer.hardware import check_bf16, check_device, meets_on_cpu
+from hf_infcl.trainer.naming import suggesting_fields
 
 _KIND_NAMES: dict[type, str] = {int: "an integer", float: "a number"}
 LOSS_TYPES = ("contrastive", "hard_negative", "sigmoid")
@@ -18,6 +19,7 @@ DEFAULT_BEST_METRIC = "mean_recall@1"
 _SMALLER_IS_BETTER = ("loss", "median_rank")
 
 
+@suggesting_fields
 @dataclass
 class InfCLConfig(TrainingArguments):
     """Configuration of the `InfCLTrainer`.

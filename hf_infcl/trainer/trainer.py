@@ -100,13 +100,14 @@ class InfCLTrainer(SavingTrainer, SteppingTrainer):
                 raise ValueError(f"{name} is not supported: {instead}")
         args = InfCLConfig("tmp_trainer") if args is None else args
         checks.check_arguments(args)
-        checks.check_kinds(train_dataset, eval_dataset, loss)
+        checks.check_kinds(train_dataset, eval_dataset, loss, peft_config)
         # Before an adapter is made: its weights are drawn.
         enable_full_determinism(args.seed) if args.full_determinism else set_seed(args.seed)
         name_or_path = model if isinstance(model, str) else None
         module: Any = load_model(model, args.model_init_kwargs) if isinstance(model, str) else model
         self._peft_config = peft_config
         if module is not None:
+            family_of(module)  # before its processor: what is no dual encoder has none
             if processing_class is None and data_collator is None:
                 processing_class = load_processor(module, name_or_path, args.model_init_kwargs)
             module = prepare_model(module, args, peft_config, processing_class)

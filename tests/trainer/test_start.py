@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset, DatasetDict
 from peft import LoraConfig
 from torch import nn
-from transformers import TrainingArguments
+from transformers import CLIPVisionModel, TrainingArguments
 
 from hf_infcl import ContrastiveLoss, InfCLConfig, InfCLTrainer, MemoryBank
 from hf_infcl.data import sample_dataset
@@ -196,6 +196,12 @@ def test_an_unsupported_family_is_refused_by_its_name(tmp_path):
         trainer(tmp_path, tiny_clip().vision_model)
 
 
+def test_an_unsupported_family_is_named_before_its_processor_is_looked_for(tmp_path):
+    table = sample_dataset("drawing", size=4)
+    with pytest.raises(ValueError, match="CLIPVisionModel.*is not a supported dual encoder"):
+        InfCLTrainer(CLIPVisionModel(tiny_clip().config.vision_config), config(tmp_path), train_dataset=table)
+
+
 def test_a_model_without_processor_asks_for_one(tmp_path):
     with pytest.raises(ValueError, match="pass processing_class"):
         InfCLTrainer(tiny_clip(), config(tmp_path), train_dataset=sample_dataset("drawing", size=4))
@@ -236,9 +242,11 @@ def test_a_float16_checkpoint_is_loaded_to_be_trained(tmp_path):
         ({"loss": ContrastiveLoss}, "loss is the class ContrastiveLoss; pass an instance of a module"),
         ({"loss": lambda *_: 0}, "loss is a function; pass an instance of a module .*loss_type"),
         ({"loss": "contrastive"}, "loss is a str; pass an instance"),
+        ({"peft_config": {"r": 4}}, "peft_config must be a PeftConfig, got dict; pass one such as peft.LoraConfig"),
+        ({"peft_config": LoraConfig}, "peft_config must be a PeftConfig, got type"),
     ],
 )
-def test_what_is_no_data_set_and_no_loss_is_refused(tmp_path, options, message):
+def test_what_is_no_data_set_no_loss_and_no_adapter_is_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, **options)
 
