@@ -7,6 +7,7 @@ exactly in micro-batches of 64. Adapter, processor, card and curves are written,
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ MICRO_BATCH, ACCUMULATION = 64, 16
 # transformers announces to PEFT what it will rename; the reader of the demo can do nothing about it.
 _QUIET = "ignore::FutureWarning"
 PICTURE, CAPTIONS_SHOWN = "picture.png", 8
+ENLARGED = 8  # 32 pixels are too few to look at
 
 
 @dataclass
@@ -38,7 +40,7 @@ class Sizes:
     """
 
     train_rows: int = 8192
-    eval_rows: int = 512
+    eval_rows: int = 1024  # as the recipe that the reader is sent to next
     base_batch: int = 128
     base_steps: int = 240
     accumulation: int = ACCUMULATION
@@ -187,16 +189,22 @@ def run_demo(output_dir: str | Path, seed: int = 0, sizes: Sizes | None = None) 
         "kept_bytes": kept_bytes(trainer),
         "accumulation": sizes.accumulation,
         "contrastive_batch_size": batch,
+        "eval_rows": sizes.eval_rows,
+        "steps": sizes.adapter_steps,
         "folder": folder,
     }
 
 
 def _write_picture(folder: Path, seed: int) -> None:
     """One test scene and captions to rank: its own first, so that the reader can check."""
+    from PIL import Image
+
     from hf_infcl.data import sample_dataset
 
     scenes = sample_dataset("photo", "test", CAPTIONS_SHOWN, seed)
-    scenes[0]["image"].save(folder / PICTURE)
+    picture = scenes[0]["image"]
+    enlarged = picture.resize((ENLARGED * picture.width, ENLARGED * picture.height), Image.Resampling.NEAREST)
+    enlarged.save(folder / PICTURE)
     (folder / "captions.txt").write_text("\n".join(scenes["caption"]) + "\n", encoding="utf-8")
 
 
@@ -263,6 +271,17 @@ def _memory_table(pairs: int, kept: int, accumulation: int) -> Any:
     return table
 
 
+def activation_line() -> str | None:
+    """What puts this interpreter's commands on the PATH, or None where they are on it."""
+    commands = Path(sys.executable).parent
+    if str(commands) in os.environ.get("PATH", "").split(os.pathsep):
+        return None
+    shown = os.path.relpath(commands) if commands.is_relative_to(Path.cwd()) else str(commands)
+    if (commands / "activate").exists():
+        return f"source {shlex.quote(os.path.join(shown, 'activate'))}"
+    return f"export PATH={shlex.quote(str(commands))}:$PATH"
+
+
 def report(result: dict[str, Any]) -> None:
     """Prints the table of results and what to type next."""
     from rich.console import Console
@@ -275,7 +294,8 @@ def report(result: dict[str, Any]) -> None:
         for heading, key in (("base", "before"), ("with adapter", "after"))
     }
     console.print()
-    console.print(metrics_table(recalls, "Photo-like test scenes, which neither training saw"))
+    title = f"{result['eval_rows']:,} photo-like test pairs, seen by no training"
+    console.print(metrics_table(recalls, title))
     console.print(
         f"Adapter file {result['adapter_bytes'] / 2**10:.0f} KiB; {result['seconds']:.0f} seconds in all; "
         f"peak memory {result['peak_memory_bytes'] / 2**20:,.0f} MiB, Python and PyTorch included.",
@@ -284,13 +304,18 @@ def report(result: dict[str, Any]) -> None:
     console.print()
     console.print(_memory_table(result["contrastive_batch_size"], result["kept_bytes"], result["accumulation"]))
     folder = result["folder"]
+    activation = activation_line()
     console.print(
         f"""
 Written: {folder}/base (model and processor), {folder}/adapter (adapter, processor, README.md, curves.png)
 
-Next, the same from a recipe, then with a model and a dataset of the Hub:
+Next, the same from a recipe, for five passes over the scenes instead of {result["steps"]} steps:
 
-  accelerate launch recipes/finetune_clip.py --config recipes/sample.yaml
+{f"  {activation}{chr(10)}" if activation else ""}\
+  accelerate launch --config_file recipes/accelerate/single.yaml recipes/finetune_clip.py --config recipes/sample.yaml
+
+Then with a model and a dataset that are downloaded (needs the Hub):
+
   hf-infcl train --model_name_or_path openai/clip-vit-base-patch32 --use_peft --dataset_name jxie/flickr8k \\
       --caption_column caption_0 --per_device_train_batch_size 64 --gradient_accumulation_steps 16 \\
       --learning_rate 2e-4 --num_train_epochs 5 --output_dir outputs/clip-flickr8k""",

@@ -17,7 +17,7 @@ _DIRECTIONS = {"image_to_text": (_BLUE, "image to text"), "text_to_image": (_ORA
 def plot_history(
     log_history: Sequence[Mapping[str, Any]], path: str | Path, *, title: str | None = None, prefix: str | None = None
 ) -> Path:
-    """Draws loss and recall over the optimizer steps.
+    """Draws loss and recall over the optimizer steps, a panel each; a panel without data is left out.
 
     Args:
         log_history: `trainer.state.log_history`: dictionaries with `step` and what was logged at it. An evaluation
@@ -49,25 +49,39 @@ def draw_history(log_history: Sequence[Mapping[str, Any]], title: str | None, pr
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4.4), layout="constrained")
+    losses = {
+        "loss": {"color": _BLUE, "label": "training"},
+        f"{prefix}loss": {"color": _RED, "label": "evaluation", "marker": "o"},
+    }
+    recalls = {
+        f"{prefix}{direction}/recall@{k}": {
+            "color": colour,
+            "label": f"{words} @{k}",
+            "marker": "o",
+            "linestyle": line,
+        }
+        for direction, (colour, words) in _DIRECTIONS.items()
+        for k, line in ((1, "-"), (5, "--"), (10, ":"))
+    }
+    logged = {name for entry in log_history if "step" in entry for name in entry}
+    panels = [
+        (name, curves, limits)
+        for name, curves, limits in (("Loss", losses, None), ("Recall", recalls, (0, 1.02)))
+        if logged & set(curves)
+    ]
+    figure = Figure(figsize=(4.5 * max(1, len(panels)), 4.4), layout="constrained")
     FigureCanvasAgg(figure)
-    losses, recalls = figure.subplots(1, 2)
-    _curve(losses, log_history, "loss", _BLUE, "training")
-    _curve(losses, log_history, f"{prefix}loss", _RED, "evaluation", marker="o")
-    losses.set(title="Loss", xlabel="optimizer step")
-    for direction, (colour, words) in _DIRECTIONS.items():
-        for k, style in ((1, "-"), (5, "--"), (10, ":")):
-            name = f"{prefix}{direction}/recall@{k}"
-            _curve(recalls, log_history, name, colour, f"{words} @{k}", marker="o", linestyle=style)
-    recalls.set(title="Recall", xlabel="optimizer step", ylim=(0, 1.02))
-    for axes in (losses, recalls):
+    if not panels:
+        figure.text(0.5, 0.5, "nothing logged", ha="center", va="center", color="grey")
+    for place, (name, curves, limits) in enumerate(panels, 1):
+        axes = figure.add_subplot(1, len(panels), place)
+        for metric, style in curves.items():
+            _curve(axes, log_history, metric, **style)
+        axes.set(title=name, xlabel="optimizer step", ylim=limits)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        if axes.lines:
-            # Below: a curve may pass anywhere inside.
-            axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
-        else:
-            axes.text(0.5, 0.5, "nothing logged", ha="center", va="center", color="grey", transform=axes.transAxes)
+        # Below: a curve may pass anywhere inside.
+        axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     if title:
         figure.suptitle(title, fontsize=11)
     return figure
@@ -81,14 +95,10 @@ def _first_prefix(log_history: Sequence[Mapping[str, Any]]) -> str:
     return "eval_"
 
 
-def _curve(
-    axes: Any, log_history: Sequence[Mapping[str, Any]], name: str, colour: str, label: str, **style: Any
-) -> None:
+def _curve(axes: Any, log_history: Sequence[Mapping[str, Any]], name: str, **style: Any) -> None:
     # A later value of the same step replaces an earlier one: the final evaluation repeats the last of the training.
     points = {entry["step"]: entry[name] for entry in log_history if name in entry and "step" in entry}
     if points:
         steps = sorted(points)
         alone = {"marker": "o"} if len(steps) == 1 else {}
-        axes.plot(
-            steps, [points[step] for step in steps], color=colour, label=label, markersize=3, **{**style, **alone}
-        )
+        axes.plot(steps, [points[step] for step in steps], markersize=3, **{**style, **alone})

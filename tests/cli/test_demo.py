@@ -1,14 +1,28 @@
 """The demo, made small: everything is written, and a fresh process that knows no hf_infcl loads it."""
 
+import os
 import re
+import shlex
+import sys
+from pathlib import Path
 
 import pytest
+import yaml
 from huggingface_hub import ModelCard
 from PIL import Image
 
 from hf_infcl import load_dual_encoder
-from hf_infcl.cli.demo import MICRO_BATCH, Sizes, dense_loss_bytes, report, run_demo, tiny_clip
-from hf_infcl.data import sample_processor
+from hf_infcl.cli.demo import (
+    MICRO_BATCH,
+    PICTURE,
+    Sizes,
+    activation_line,
+    dense_loss_bytes,
+    report,
+    run_demo,
+    tiny_clip,
+)
+from hf_infcl.data import load_image_text_dataset, sample_processor
 
 
 def test_a_small_demo_runs_from_end_to_end(tmp_path, capfd):
@@ -21,6 +35,7 @@ def test_a_small_demo_runs_from_end_to_end(tmp_path, capfd):
     assert re.search(r"Adapter file \d+ KiB; \d+ seconds in all; peak memory [\d,]+ MiB", shown)
     assert re.search(r"activations, 128 pairs +│ +[\d,]+ MiB \(64 at a time\) │ +[\d,]+ MiB", shown)
     assert re.search(r"similarities, 65,536 pairs │ +a few MiB │ +64 GiB", shown)
+    assert "16 photo-like test pairs" in shown
     assert "hf-infcl train --model_name_or_path openai/clip-vit-base-patch32" in shown
     assert result["contrastive_batch_size"] == 128
     assert set(result["before"]) == set(result["after"])
@@ -32,12 +47,36 @@ def test_a_small_demo_runs_from_end_to_end(tmp_path, capfd):
     assert "128 pairs = 64 a micro-batch x 2 accumulated x 1 process" in card.text
     assert str(tmp_path) not in card.content
     assert Image.open(adapter / "curves.png").size[0] > 1000
+    assert Image.open(tmp_path / "out" / "base" / "curves.png").size[0] < 1000  # the loss alone
+    assert Image.open(adapter / PICTURE).size == (256, 256)
     # Its base is a folder, which no file names: README.md says to name both.
     load_dual_encoder(tmp_path / "out" / "base", adapter=adapter)
     with pytest.raises(ValueError, match="does not say which model it belongs to"):
         load_dual_encoder(adapter)
     for folder in (adapter, tmp_path / "out" / "base"):
         assert (folder / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("where", ["project/.venv", "other environment"])
+def test_the_reader_is_told_to_activate_an_environment_that_is_not(where, tmp_path, monkeypatch):
+    project, commands = tmp_path / "project", tmp_path / where / "bin"
+    project.mkdir()
+    commands.mkdir(parents=True)
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(sys, "executable", str(commands / "python"))
+    assert activation_line() == f"export PATH={shlex.quote(str(commands))}:$PATH"
+    (commands / "activate").touch()
+    shown = ".venv/bin/activate" if where == "project/.venv" else shlex.quote(str(commands / "activate"))
+    assert activation_line() == f"source {shown}"
+    monkeypatch.setenv("PATH", f"{os.environ['PATH']}{os.pathsep}{commands}")
+    assert activation_line() is None
+
+
+def test_the_demo_measures_as_many_pairs_as_its_recipe():
+    recipe = Path(__file__).parents[2] / "recipes" / "sample.yaml"
+    name = yaml.safe_load(recipe.read_text(encoding="utf-8"))["dataset_name"]
+    assert Sizes().eval_rows == load_image_text_dataset(name, split="test").num_rows
+    assert Sizes().train_rows == load_image_text_dataset(name, split="train").num_rows
 
 
 def test_the_contrastive_batch_is_at_least_1024_in_micro_batches_of_at_most_64():

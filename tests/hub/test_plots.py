@@ -38,6 +38,17 @@ def test_short_histories_are_drawn_too(tmp_path, history):
     assert plot_history(history, tmp_path / "few.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize(
+    ("history", "titles"),
+    [(HISTORY, ["Loss", "Recall"]), (HISTORY[1:3], ["Loss"]), ([{"step": 1, "grad_norm": 1.0}], [])],
+)
+def test_only_panels_with_data_are_drawn(history, titles):
+    figure = draw_history(history, None, "eval_")
+    assert [axes.get_title() for axes in figure.axes] == titles
+    assert all(axes.lines for axes in figure.axes)
+    assert [text.get_text() for text in figure.texts] == ([] if titles else ["nothing logged"])
+
+
 def test_the_callers_figures_and_backend_are_left_alone(tmp_path):
     backend = matplotlib.rcParams["backend"]
     plot_history(HISTORY, tmp_path)
