@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from hf_infcl.cli.embedding import ModelAndPairs
 
 
+_EXAMPLE = """example:
+  hf-infcl evaluate --model_name_or_path demo-output/base --adapter demo-output/adapter --dataset_name sample:photo"""
+
+
 @dataclass
 class EvaluateArguments(EmbeddingArguments):
     """What is measured, and on what.
@@ -86,7 +90,7 @@ def run(args: Sequence[str] | None = None, prog: str = "hf-infcl evaluate") -> i
     from hf_infcl.cli.parser import RecipeParser
 
     def prepare() -> tuple[EvaluateArguments, "ModelAndPairs"]:
-        (parsed,) = RecipeParser([EvaluateArguments], prog=prog).parse(args)
+        (parsed,) = RecipeParser([EvaluateArguments], prog=prog, epilog=_EXAMPLE).parse(args)
         if parsed.output_file is not None:
             Path(parsed.output_file).parent.mkdir(parents=True, exist_ok=True)
         return _prepare(parsed)

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from hf_infcl.cli.embedding import ModelAndPairs
 
 
+_EXAMPLE = """example:
+  hf-infcl mine --model_name_or_path demo-output/base --dataset_name sample:photo:1000 --output_dir mined"""
+
+
 @dataclass
 class MineArguments(EmbeddingArguments):
     """What is mined, with what, and what counts as a hard negative.
@@ -120,7 +124,21 @@ def _show(args: MineArguments, loaded: "ModelAndPairs") -> None:
         found = f"{report['pairs_with_negatives']} of {report['pairs']} pairs, {report['candidates']} candidates"
         scores = f"{report['mean_hardest_score']:.3f} against {report['mean_positive_score']:.3f} of the positive"
         print(f"{direction.replace('_', ' ')}: {found}; mean score of the hardest {scores}")
-    print(f"written to {args.output_dir}")
+    print(f"\nWritten to {args.output_dir}:")
+    for name, what in _files(args):
+        print(f"  {name:16} {what}")
+
+
+def _files(args: MineArguments) -> list[tuple[str, str]]:
+    """What `main` leaves in the folder, and what each is for; the page to look at first."""
+    from hf_infcl.evaluation.mining_output import directions_of
+
+    page = [("index.html", "open this: the pairs whose negatives beat them by most, with their pictures")]
+    data = [
+        (f"{direction}/", "anchor, positive and negatives as parquet") for direction in directions_of(args.direction)
+    ]
+    about = [("README.md", "how to load them"), ("report.json", "settings, counts and scores")]
+    return (page if args.page_examples else []) + data + about
 
 
 def run(args: Sequence[str] | None = None, prog: str = "hf-infcl mine") -> int:
@@ -133,7 +151,7 @@ def run(args: Sequence[str] | None = None, prog: str = "hf-infcl mine") -> int:
     from hf_infcl.cli.parser import RecipeParser
 
     def prepare() -> tuple[MineArguments, "ModelAndPairs"]:
-        (parsed,) = RecipeParser([MineArguments], prog=prog).parse(args)
+        (parsed,) = RecipeParser([MineArguments], prog=prog, epilog=_EXAMPLE).parse(args)
         return _prepare(parsed)
 
     return run_command(prog, prepare, _show)

@@ -15,6 +15,18 @@ from hf_infcl.cli.coerce import Mismatch, coerce, type_name
 from hf_infcl.cli.recipe import RecipeError, read_recipe
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Says which fields are required, and the default where it is a value: None is none that a user could give."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.const is False:  # the --no_... of a field that is on by default
+            return f"Switch --{action.dest} off."
+        if action.required:
+            return f"{action.help} (required)"
+        says_it = action.default is None or "(default" in (action.help or "")
+        return action.help if says_it else super()._get_help_string(action)
+
+
 class RecipeParser(HfArgumentParser):
     """Fills dataclasses from a YAML recipe and the command line; the command line wins.
 
@@ -57,7 +69,7 @@ class RecipeParser(HfArgumentParser):
         ]
         # An abbreviation would hide a typing error: `--learning_rat 1` must not set the learning rate.
         usage = "%(prog)s [--config RECIPE] [--FIELD VALUE ...]"
-        super().__init__(shown or self._kinds, allow_abbrev=False, usage=usage, **kwargs)
+        super().__init__(shown or self._kinds, allow_abbrev=False, usage=usage, formatter_class=_Help, **kwargs)
         self.add_argument("--config", metavar="RECIPE", help="YAML recipe; any field given here overrides it")
         if self._rare:
             self.add_argument("--help-all", action="help", help=f"show {len(self._rare)} further fields too, and exit")
@@ -76,9 +88,11 @@ class RecipeParser(HfArgumentParser):
                 and expected type are named), a required field that is missing, a recipe that cannot be read.
         """
         args = list(sys.argv[1:] if args is None else args)
-        if {"-h", "--help"} & set(args):
+        # Before `_command_line` takes the defaults away, which the help shows.
+        if {"-h", "--help", "--help-all"} & set(args):
+            hidden = set() if "--help-all" in args else self._rare
             for action in self._actions:
-                action.help = argparse.SUPPRESS if action.dest in self._rare else action.help
+                action.help = argparse.SUPPRESS if action.dest in hidden else action.help
             self.print_help()
             raise SystemExit(0)
         given = self._command_line(args)

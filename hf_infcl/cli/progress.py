@@ -1,9 +1,48 @@
-"""One line of progress in place of transformers' lines of figures."""
+"""Progress in fewer figures than transformers': a line an evaluation, or one line for the whole run."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback
+
+
+class BriefEvaluations(ProgressCallback):
+    """transformers' own bars, with a short line for each evaluation instead of all its figures.
+
+    The figures themselves still go into `trainer.state.log_history` and to every tracker.
+    """
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        """Writes what was logged above the bar."""
+        line = evaluation_line(logs or {})
+        if line is None:
+            super().on_log(args, state, control, logs=logs, **kwargs)
+        elif self.training_bar is not None and state.is_world_process_zero:
+            self.training_bar.write(line)
+
+
+def evaluation_line(logs: Mapping[str, float]) -> str | None:
+    """The loss and the recalls at 1 of what an evaluation logged; None for any other line of the log.
+
+    Example:
+        >>> evaluation_line(trainer.state.log_history[-1])
+        'evaluation at epoch 1: loss 2.310, recall@1 0.250 (image to text 0.300, text to image 0.200)'
+    """
+    if "eval_mean_recall@1" not in logs:
+        return None
+    both = ", ".join(
+        f"{words} {logs[f'eval_{name}/recall@1']:.3f}"
+        for name, words in (("image_to_text", "image to text"), ("text_to_image", "text to image"))
+    )
+    when = f" at epoch {logs['epoch']:g}" if "epoch" in logs else ""
+    return f"evaluation{when}: loss {logs['eval_loss']:.3f}, recall@1 {logs['eval_mean_recall@1']:.3f} ({both})"
+
+
+def use_brief_evaluations(trainer: Any) -> None:
+    """Shortens a trainer's lines of evaluations, unless it shows no progress at all."""
+    if trainer.pop_callback(ProgressCallback) is not None:
+        trainer.add_callback(BriefEvaluations())
 
 
 class OneLineProgress(TrainerCallback):

@@ -23,6 +23,10 @@ USUAL_TRAINING_FIELDS = (
 )
 
 
+_EXAMPLE = """example:
+  hf-infcl train --config recipes/sample.yaml --learning_rate 1e-3"""
+
+
 def make_parser(prog: str | None = None) -> "RecipeParser":
     """The parser of the command and of the recipe script: data, training and model arguments in one place."""
     from transformers import TrainingArguments
@@ -45,6 +49,7 @@ def make_parser(prog: str | None = None) -> "RecipeParser":
         },
         rare=rare,
         prog=prog,
+        epilog=_EXAMPLE,
     )
 
 
@@ -108,12 +113,14 @@ def fine_tune(
     Returns:
         As `main`.
     """
+    from hf_infcl.cli.progress import use_brief_evaluations
     from hf_infcl.cli.summary import print_summary
     from hf_infcl.hub import find_peft_model, write_run
     from hf_infcl.trainer.description import describe_run
 
     if trainer.is_world_process_zero():
         print(describe_run(trainer))
+    use_brief_evaluations(trainer)
     evaluates = trainer.eval_dataset is not None
     before = trainer.evaluate() if evaluates and script_args.evaluate_base else {}
     trainer.train(resume_from_checkpoint=checkpoint)

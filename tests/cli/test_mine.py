@@ -1,6 +1,7 @@
 """`hf-infcl mine`: a data set, a report and a page from the built-in scenes."""
 
 import json
+import re
 
 import datasets
 import pytest
@@ -15,7 +16,12 @@ def test_writes_a_dataset_a_report_and_a_page(tmp_path, capsys):
     data = ["--dataset_name", "sample:drawing:24", "--dataset_train_split", "train", "--output_dir", str(folder)]
     options = ["--num_negatives", "2", "--range_min", "1", "--range_max", "8", "--page_examples", "3"]
     assert main(["mine", "--model_name_or_path", model, *data, *options]) == 0
-    assert "pairs" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "pairs" in said
+    listed = re.findall(r"^  (\S+) +\w", said.partition(f"Written to {folder}:\n")[2], re.MULTILINE)
+    assert sorted(name.rstrip("/") for name in listed) == sorted(path.name for path in folder.iterdir())
+    assert listed[0] == "index.html"
+    assert "index.html       open this" in said
     report = json.loads((folder / "report.json").read_text())
     assert report["settings"]["range_min"] == 1
     for direction, kind in (("image_to_text", str), ("text_to_image", None)):
@@ -35,6 +41,16 @@ def test_writes_a_dataset_a_report_and_a_page(tmp_path, capsys):
     page = (folder / "index.html").read_text()
     assert page.count("data:image/png;base64,") == 3 + 3 * 3
     assert "<h2>image to text</h2>" in page
+
+
+def test_without_a_page_none_is_named(tmp_path, capsys):
+    model, folder = save_tiny("clip", tmp_path / "model"), tmp_path / "mined"
+    command = ["mine", "--model_name_or_path", model, "--dataset_name", "sample:photo:6", "--output_dir", str(folder)]
+    assert main([*command, "--direction", "text_to_image", "--page_examples", "0"]) == 0
+    said = capsys.readouterr().out
+    assert "index.html" not in said
+    assert "  text_to_image/ " in said
+    assert "  image_to_text/ " not in said
 
 
 @pytest.mark.parametrize(
