@@ -60,7 +60,7 @@ def load_pairs(args: EmbeddingArguments, *, split: str, max_samples: int | None)
 
     from hf_infcl import load_dual_encoder
     from hf_infcl.data import ImageTextCollator, ImageTextDataset
-    from hf_infcl.models import family_of
+    from hf_infcl.models import family_of, prepare_dual_encoder
 
     # The data first: a model takes longer to come.
     columns: dict[str, Any] = {"image_column": args.image_column, "caption_column": args.caption_column}
@@ -72,7 +72,7 @@ def load_pairs(args: EmbeddingArguments, *, split: str, max_samples: int | None)
     model, processor = load_dual_encoder(
         args.model_name_or_path, adapter=args.adapter, revision=args.model_revision, dtype=args.dtype
     )
-    model = model.to(device)
+    model = prepare_dual_encoder(model.to(device), processor)  # embeddings are all that is wanted of a batch
     loader: Any = DataLoader(
         pairs,
         batch_size=args.per_device_eval_batch_size,

@@ -9,7 +9,8 @@ import pytest
 
 from hf_infcl import InfCLConfig, InfCLTrainer
 from hf_infcl.cli import main
-from hf_infcl.cli.embedding import embed_pairs
+from hf_infcl.cli.arguments import EmbeddingArguments
+from hf_infcl.cli.embedding import embed_pairs, load_pairs
 from hf_infcl.data import load_image_text_dataset
 from tests.tiny import save_tiny
 
@@ -74,3 +75,14 @@ def test_pairs_are_embedded_by_whatever_has_the_fields(tmp_path):
     found = embed_pairs(given, split="test", max_samples=3)
     assert found.image_embeds.shape == found.text_embeds.shape == (3, 16)
     assert found.ids.shape == (3, 2)
+
+
+def test_a_batch_is_embedded_without_its_matrix(tmp_path):
+    save_tiny("clip", tmp_path)
+    args = EmbeddingArguments(model_name_or_path=str(tmp_path), dataset_name="sample:photo")
+    loaded = load_pairs(args, split="test", max_samples=8)
+    batch = next(iter(loaded.loader))
+    batch.pop("ids")
+    output = loaded.model(**batch)
+    assert output.image_embeds.shape == output.text_embeds.shape
+    assert getattr(output, "logits_per_image", None) is None
