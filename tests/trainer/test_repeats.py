@@ -17,7 +17,7 @@ def by_definition(ids):
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3])
-@pytest.mark.parametrize("n", [2, 3, 5, 9])
+@pytest.mark.parametrize("n", [2, 3, 5])
 def test_a_row_without_negatives_is_found_as_the_whole_matrix_finds_it(n, columns):
     generator = torch.Generator().manual_seed(n)
     found = set()
@@ -25,7 +25,7 @@ def test_a_row_without_negatives_is_found_as_the_whole_matrix_finds_it(n, column
         ids = torch.randint(0, 3, (n, columns), generator=generator)
         assert lacks_negatives(ids) == by_definition(ids)
         found.add(by_definition(ids))
-    assert found == {True, False} or n == 9
+    assert found == {True, False}
 
 
 def test_a_lone_row_is_not_looked_at():
