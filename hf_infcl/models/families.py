@@ -103,12 +103,12 @@ def family_of(model_or_config: Any) -> Family:
     Raises:
         ValueError: for a family that is not supported; the message lists those that are.
     """
-    config = unwrap(model_or_config).config if isinstance(model_or_config, nn.Module) else model_or_config
+    model = unwrap(model_or_config)
+    config = getattr(model, "config", None) if isinstance(model, nn.Module) else model
     model_type = getattr(config, "model_type", None)
     if model_type not in FAMILIES:
-        named = type(unwrap(model_or_config)).__name__
         raise ValueError(
-            f"{named} (model_type {model_type!r}) is not a supported dual encoder; "
+            f"{type(model).__name__} (model_type {model_type!r}) is not a supported dual encoder; "
             f"supported model types: {', '.join(sorted(FAMILIES))}"
         )
     return FAMILIES[model_type]

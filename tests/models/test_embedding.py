@@ -148,6 +148,8 @@ def test_an_unsupported_family_is_refused_by_name() -> None:
     bert = BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8))
     with pytest.raises(ValueError, match=r"BertModel.*'bert'.*clip, .*siglip.*vision-text-dual-encoder"):
         prepare_dual_encoder(bert)
+    with pytest.raises(ValueError, match=r"Linear .*is not a supported dual encoder"):
+        prepare_dual_encoder(torch.nn.Linear(2, 2))
 
 
 def test_unknown_inputs_are_refused() -> None:
