@@ -185,7 +185,7 @@ class _SoftmaxLoss(torch.autograd.Function):
             way = _short_way(Engine.of(images, spec.backend, spec.precision, spec.block_size), images, banks, layout)
             ctx.is_ready = differentiated and way is not None and any(ctx.needs_input_grad)
             if ctx.is_ready and way is not None:
-                # A small batch waits for Python, which is slower in autograd's thread than here.
+                # A small batch waits for Python: what can be made here is kept out of autograd's thread.
                 made = _short_gradients(way, images, texts, scale, ids, rows, cols, spec, ctx.needs_input_grad[:3])
                 ctx.save_for_backward(images, scale, *made)
                 return loss
