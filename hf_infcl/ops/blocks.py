@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,10 +51,15 @@ class Engine:
         """Power of two that G is multiplied by, so that a half-precision G does not underflow."""
         return self.tiles.gain(self.dtype)
 
-    def whole(self, n: int) -> ModuleType | None:
-        """The backend's shorter way for a batch of n pairs alone, that fits in one chunk; None where it has none."""
+    def batch(self, images: Tensor, texts: Tensor, scale: Tensor, ids: Tensor | None, rule: Rule) -> Any:
+        """The backend's shorter way for a small batch alone, with `loss` and `gradients`; None where it has none."""
         way = self.tiles.whole
-        return way if way is not None and way.suits(n, self.block_size) else None
+        if way is None:
+            return None
+        has_ids = ids is not None and rule.duplicates != "keep"
+        if not way.suits(len(images), self.dtype, has_ids, self.block_size):
+            return None
+        return way.Batch(images, texts, scale, ids, rule, self.precision)
 
     def relate(self, rows: Side, cols: Side, rule: Rule) -> Callable[[slice, slice], Tensor | None]:
         """(row part, column part) -> what the chunk functions need to know of a block's ids."""

@@ -8,7 +8,6 @@ With l_ij = s x_i.y_j, r_i and c_j the log-sum-exp of row i and column j over th
 (Inf-CL, arXiv 2410.17243, sections 3.2 and 3.3.)
 """
 
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -36,20 +35,48 @@ def _unpacked(travelled: Tensor) -> Statistics:
     return Statistics(travelled.T.contiguous())
 
 
-def _short_way(engine: Engine, images: Tensor, banks: Banks, layout: Layout) -> ModuleType | None:
+def _engine(images: Tensor, scale: Tensor, spec: Spec) -> tuple[Engine, Tensor]:
+    """How the sweep is computed, and the scale as a scalar to compute with."""
+    engine = Engine.of(images, spec.backend, spec.precision, spec.block_size)
+    return engine, scale.detach().reshape(()).to(engine.accumulator)
+
+
+def _small(
+    engine: Engine,
+    images: Tensor,
+    texts: Tensor,
+    s: Tensor,
+    ids: Tensor | None,
+    banks: Banks,
+    spec: Spec,
+    layout: Layout,
+) -> Any:
     """The backend's own way for a small batch alone, if it has one."""
-    return engine.whole(len(images)) if layout.world.is_alone and banks[0] is None else None
+    return engine.batch(images, texts, s, ids, spec.rule) if layout.world.is_alone and banks[0] is None else None
 
 
 def softmax_forward(
     images: Tensor, texts: Tensor, scale: Tensor, ids: Tensor | None, banks: Banks, spec: Spec, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, and the statistics of rows and of columns (empty where a direction is not wanted)."""
-    engine = Engine.of(images, spec.backend, spec.precision, spec.block_size)
-    s = scale.detach().reshape(()).to(engine.accumulator)
-    way = _short_way(engine, images, banks, layout)
-    if way is not None:
-        return way.softmax_forward(images, texts, s, ids, spec.rule, engine.precision, spec.for_rows, spec.for_cols)  # type: ignore[no-any-return]
+    engine, s = _engine(images, scale, spec)
+    small = _small(engine, images, texts, s, ids, banks, spec, layout)
+    if small is not None:
+        return small.loss(spec.for_rows, spec.for_cols)  # type: ignore[no-any-return]
+    return _traverse(engine, images, texts, s, ids, banks, spec, layout)
+
+
+def _traverse(
+    engine: Engine,
+    images: Tensor,
+    texts: Tensor,
+    s: Tensor,
+    ids: Tensor | None,
+    banks: Banks,
+    spec: Spec,
+    layout: Layout,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The forward traversal: what `softmax_forward` returns."""
     mine, travelling = shards(layout, images, texts, ids, banks)
 
     def empty(n: int) -> Statistics:
@@ -95,13 +122,10 @@ def softmax_backward(
 
     At the embeddings it is the mean's times the number of processes, which DDP's averaging takes back.
     """
-    engine = Engine.of(images, spec.backend, spec.precision, spec.block_size)
-    s = scale.detach().reshape(()).to(engine.accumulator)
-    way = _short_way(engine, images, banks, layout)
-    if way is not None:
-        return _times(
-            grad, _short_gradients(way, images, texts, scale, ids, row_data, col_data, spec, needs), images, scale
-        )
+    engine, s = _engine(images, scale, spec)
+    small = _small(engine, images, texts, s, ids, banks, spec, layout)
+    if small is not None:
+        return _times(grad, _gradients(small, row_data, col_data, spec, needs), images, scale)
     mine, travelling = shards(layout, images, texts, ids, banks)
     share = grad.to(engine.accumulator) / (spec.directions * layout.rows * engine.gain)
     all_rows = Statistics(row_data) if spec.for_rows else None
@@ -135,22 +159,9 @@ def softmax_backward(
     return d_images, d_texts, (share * layout.world.sum_(sum_gu)).to(scale.dtype).reshape(scale.shape)
 
 
-def _short_gradients(
-    way: ModuleType,
-    images: Tensor,
-    texts: Tensor,
-    scale: Tensor,
-    ids: Tensor | None,
-    row_data: Tensor,
-    col_data: Tensor,
-    spec: Spec,
-    needs: Needs,
-) -> Gradients:
-    """The short way's gradients in float32, for an incoming gradient of one."""
-    engine = Engine.of(images, spec.backend, spec.precision, spec.block_size)
-    s = scale.detach().reshape(()).to(engine.accumulator)
-    stats = row_data if spec.for_rows else None, col_data if spec.for_cols else None
-    return way.softmax_gradients(images, texts, s, ids, spec.rule, engine.precision, *stats, needs)  # type: ignore[no-any-return]
+def _gradients(small: Any, row_data: Tensor, col_data: Tensor, spec: Spec, needs: Needs) -> Gradients:
+    """A small batch's gradients in float32, for an incoming gradient of one."""
+    return small.gradients(row_data if spec.for_rows else None, col_data if spec.for_cols else None, needs)  # type: ignore[no-any-return]
 
 
 def _times(grad: Tensor, gradients: Gradients, embeds: Tensor, scale: Tensor) -> Gradients:
@@ -181,14 +192,18 @@ class _SoftmaxLoss(torch.autograd.Function):
         banks = bank_images, bank_texts, bank_ids
         ctx.spec, ctx.layout = spec, layout
         with torch.autocast(images.device.type, enabled=False):
-            loss, rows, cols = softmax_forward(images, texts, scale, ids, banks, spec, layout)
-            way = _short_way(Engine.of(images, spec.backend, spec.precision, spec.block_size), images, banks, layout)
-            ctx.is_ready = differentiated and way is not None and any(ctx.needs_input_grad)
-            if ctx.is_ready and way is not None:
-                # A small batch waits for Python: what can be made here is kept out of autograd's thread.
-                made = _short_gradients(way, images, texts, scale, ids, rows, cols, spec, ctx.needs_input_grad[:3])
+            engine, s = _engine(images, scale, spec)
+            small = _small(engine, images, texts, s, ids, banks, spec, layout)
+            # A small batch waits for Python: what can be made here is kept out of autograd's thread.
+            ctx.is_ready = small is not None and differentiated and any(ctx.needs_input_grad)
+            if small is None:
+                loss, rows, cols = _traverse(engine, images, texts, s, ids, banks, spec, layout)
+            else:
+                loss, rows, cols = small.loss(spec.for_rows, spec.for_cols)
+            if ctx.is_ready:
+                made = _gradients(small, rows, cols, spec, ctx.needs_input_grad[:3])
                 ctx.save_for_backward(images, scale, *made)
-                return loss
+                return loss  # type: ignore[no-any-return]
         ctx.save_for_backward(images, texts, scale, ids, bank_images, bank_texts, bank_ids, rows, cols)
         return loss
 

@@ -38,6 +38,39 @@ def test_equal_rows_leave_no_gradient_behind(kind, dtype):
     compare(*pairs(kind, 35, 7), 50.0, dtype=dtype, device=DEVICE, backend="triton")
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"direction": "text_to_image", "label_smoothing": 0.1}, {"direction": "image_to_text"}]
+)
+@pytest.mark.parametrize("band", [64, 2**26], ids=["bands", "one band"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bands_of_gradients_match_float64(monkeypatch, dtype, band, options):
+    """As of more than 4,096 pairs: G in as many rows at a time as fit."""
+    from hf_infcl.ops.triton import whole
+
+    monkeypatch.setattr(whole, "_LARGEST_FUSED", 0)
+    monkeypatch.setattr(whole, "_BAND", band)
+    compare(*pairs("trained", 43, 20), 20.0, dtype=dtype, device=DEVICE, backend="triton", **options)
+
+
+@pytest.mark.parametrize("band", [64, 2**26], ids=["bands", "one band"])
+def test_bands_of_a_frozen_side_give_the_scale_the_same_gradient(monkeypatch, band):
+    from hf_infcl import contrastive_loss
+    from hf_infcl.ops.triton import whole
+
+    monkeypatch.setattr(whole, "_BAND", band)
+    x, y = (side.to(DEVICE, torch.bfloat16) for side in pairs("trained", 43, 16))
+    gradients = []
+    for fused, wanted in ((2048, (True, True)), (0, (True, True)), (0, (False, True)), (0, (True, False))):
+        monkeypatch.setattr(whole, "_LARGEST_FUSED", fused)
+        a, b = (t.clone().requires_grad_(want) for t, want in zip((x, y), wanted, strict=True))
+        s = torch.tensor(20.0, device=DEVICE, requires_grad=True)
+        contrastive_loss(a, b, s, backend="triton").backward()
+        gradients.append(s.grad)
+        assert (a.grad is not None, b.grad is not None) == wanted
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0], rtol=2e-2, atol=1e-4)
+
+
 @pytest.mark.parametrize("block_size", [None, 16])
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_a_frozen_side_gets_the_scale_the_same_gradient(backend, block_size):
@@ -93,7 +126,7 @@ def test_without_autograd_no_gradient_is_made(monkeypatch):
     def made(*_):
         raise AssertionError("a gradient was made")
 
-    monkeypatch.setattr(whole, "softmax_gradients", made)
+    monkeypatch.setattr(whole.Batch, "gradients", made)
     x, y = (side.to(DEVICE, torch.float32).requires_grad_() for side in pairs("trained", 8, 16))
     with torch.no_grad():
         contrastive_loss(x, y, 20.0, backend="triton")
