@@ -4,9 +4,10 @@
     python benchmarks/loss.py --suite sizes --sizes 4096 8192 --depths 512 768
 
 The rate counts the floor of four products of 2 N^2 D operations (one forward; recompute, dX and dY backward), whatever
-an implementation really spends. The roof is the rate of one 8192^3 product of the vendor's library, measured anew
-before every group of rows that are compared: a chip that has worked for a minute is slower than one that has rested.
-Times are medians over device events, so that launch overhead counts where it shows; a million pairs are timed once.
+an implementation really spends. Times are medians over device events, so that launch overhead counts where it shows; a
+million pairs are timed once. Rows that are compared are timed in turn, three rounds of them, and the median round
+counts: a chip that has worked for a minute is slower than one that has rested, and so is a host that has just begun.
+The roof, the rate of one 8192^3 product of the vendor's library, takes part in the rounds like the rest.
 Memory is the peak beyond inputs and returned gradients. The error is ||gradient - reference|| / max(||reference||,
 0.05 s / sqrt(N)) against float64.
 """
@@ -20,7 +21,8 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from torch import Tensor
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCALE = 50.0
 MIB = 2**20
+ROUNDS = 3
 # Beyond this the dense float64 reference is not worth its time.
 LARGEST_REFERENCE = 16_384
 SIZES = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
@@ -74,7 +77,7 @@ def median_ms(step: Callable[[], object], device: str, budget_ms: float) -> floa
             step()
             times.append(1e3 * (time.perf_counter() - start))
         return statistics.median(times)
-    for _ in range(min(5, repetitions)):
+    for _ in range(min(5, repetitions // 2)):
         step()
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repetitions)]
     for first, last in events:
@@ -85,15 +88,29 @@ def median_ms(step: Callable[[], object], device: str, budget_ms: float) -> floa
     return statistics.median(first.elapsed_time(last) for first, last in events)
 
 
-def roof_tflops(device: str, dtype: torch.dtype, tf32: bool = False) -> float:
-    """The vendor library's rate on one square product, timed for long enough that the chip is as warm as later on."""
-    n = 8192 if device == "cuda" else 1024
+def roof_step(device: str, dtype: torch.dtype, tf32: bool = False) -> Callable[[], object]:
+    """One square product of the vendor's library."""
+    n = roof_size(device)
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    ms = median_ms(lambda: a @ b, device, 200 if device == "cpu" else 1500)
-    torch.backends.cuda.matmul.allow_tf32 = before
-    return 2 * n**3 / ms / 1e9
+
+    def step() -> Tensor:
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        product = a @ b
+        torch.backends.cuda.matmul.allow_tf32 = before
+        return product
+
+    return step
+
+
+def roof_size(device: str) -> int:
+    return 8192 if device == "cuda" else 1024
+
+
+def roof_tflops(device: str, dtype: torch.dtype, tf32: bool = False) -> float:
+    """The library's rate alone, timed for long enough that the chip is as warm as under load."""
+    budget = 200 if device == "cpu" else 1000
+    return 2 * roof_size(device) ** 3 / median_ms(roof_step(device, dtype, tf32), device, budget) / 1e9
 
 
 def reference_gradient(loss: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,10 +144,12 @@ def measure(
     frozen: str = "",
     backward: bool = True,
     reference: tuple[Tensor, Tensor] | None = None,
-    budget_ms: float = 400,
     once: bool = False,
-) -> dict[str, Any]:
-    """One row of the table: forward (and backward) of a loss on n pairs, the median of many steps or one step's."""
+) -> tuple[dict[str, Any], Callable[[], None]]:
+    """One row of the table but for its time, and the step to be timed: forward (and backward) of a loss on n pairs.
+
+    once: the one step that measures the memory is timed as well, and there is no other.
+    """
     x, y = pairs(n, d, dtype, device)
     if frozen:
         (x if frozen == "images" else y).requires_grad_(False)
@@ -159,33 +178,72 @@ def measure(
         start = time.perf_counter()
         step()
         synchronize(device)
-        row["ms"] = 1e3 * (time.perf_counter() - start)
+        if once:
+            row["ms"] = 1e3 * (time.perf_counter() - start)
         returned = sum(t.grad.nbytes for t in (x, y) if t.grad is not None)
         row["extra_mib"] = (torch.cuda.max_memory_allocated() - base - returned) / MIB
-    if not once:
-        row["ms"] = median_ms(step, device, budget_ms)
-    row["tflops"] = (8 if backward else 2) * n * n * d / row["ms"] / 1e9
-    return row
+    x.grad = y.grad = scale.grad = None
+    row["operations"] = (8 if backward else 2) * n * n * d
+    return row, step
+
+
+Steps = list[tuple[dict[str, Any], Callable[[], object]]]
 
 
 def attempt(
-    rows: list[dict[str, Any]], labels: dict[str, Any], make: Callable[[], Callable[..., Tensor]], **more: Any
+    rows: list[dict[str, Any]],
+    steps: Steps,
+    labels: dict[str, Any],
+    make: Callable[[], Callable[..., Tensor]],
+    **more: Any,
 ) -> None:
-    """Measures one implementation and prints its line; what cannot run here is recorded with the reason."""
+    """Measures one implementation but for its time; what cannot run here is recorded with the reason."""
     row = dict(labels)
+    with recorded(row):
+        found, step = measure(make(), **more)
+        row |= found
+        if not more.get("once"):
+            steps.append((row, step))
+    rows.append(row)
+
+
+@contextmanager
+def recorded(row: dict[str, Any]) -> Iterator[None]:
+    """Records in a row why an implementation failed: a peer's failure is a result, ours is not."""
     try:
-        row |= measure(make(), **more)
+        yield
     except peers.Unavailable as reason:
         row["unavailable"] = str(reason)
     except torch.cuda.OutOfMemoryError:
         row["unavailable"] = "out of memory"
         torch.cuda.empty_cache()
-    except Exception as reason:  # a peer's own failure is a result, ours is not
-        if labels["name"].startswith("hf_infcl"):
+    except Exception as reason:
+        if row["name"].startswith("hf_infcl"):
             raise
         row["unavailable"] = f"{type(reason).__name__}: {str(reason)[:120]}"
-    rows.append(row)
-    print(line(row), flush=True)
+
+
+def finish(rows: list[dict[str, Any]], steps: Steps, device: str, dtype: torch.dtype, tf32: bool = False) -> None:
+    """Times the steps of a group in turn, the roof among them, and prints the group's rows."""
+    roof: dict[str, Any] = {"name": "roof", "operations": 2 * roof_size(device) ** 3}
+    everyone: Steps = [(roof, roof_step(device, dtype, tf32)), *steps]
+    times: list[list[float]] = [[] for _ in everyone]
+    for _ in range(ROUNDS):
+        for of_one, (row, step) in zip(times, everyone, strict=True):
+            if "unavailable" not in row:
+                with recorded(row):
+                    of_one.append(median_ms(step, device, 200))
+    for of_one, (row, _) in zip(times, everyone, strict=True):
+        if "unavailable" not in row:
+            row |= {"ms": statistics.median(of_one), "rounds_ms": of_one}
+    steps.clear()
+    for row in (roof, *rows):
+        if "ms" in row:
+            row["tflops"] = row.pop("operations") / row["ms"] / 1e9
+    print(f"roof {roof['tflops']:.1f} TFLOP/s", flush=True)
+    for row in rows:
+        row["roof"] = roof["tflops"]
+        print(line(row), flush=True)
 
 
 def line(row: dict[str, Any]) -> str:
@@ -217,28 +275,26 @@ def main() -> None:
     found = environment()
     common: dict[str, Any] = {"device": device, "dtype": DTYPES[half]}
 
-    def labels(suite: str, name: str, n: int, d: int, roof: float, dtype: str = half) -> dict[str, Any]:
-        return {"suite": suite, "name": name, "size": n, "depth": d, "dtype": dtype, "roof": roof}
+    steps: Steps = []
 
-    def roof(dtype: str = half, tf32: bool = False) -> float:
-        value = roof_tflops(device, DTYPES[dtype], tf32)
-        print(f"roof {value:.1f} TFLOP/s", flush=True)
-        return value
+    def labels(suite: str, name: str, n: int, d: int, dtype: str = half) -> dict[str, Any]:
+        return {"suite": suite, "name": name, "size": n, "depth": d, "dtype": dtype}
+
+    def known_gradient(loss: str, n: int, d: int) -> tuple[Tensor, Tensor] | None:
+        return reference_gradient(loss, *pairs(n, d, DTYPES[half], device)) if n <= LARGEST_REFERENCE else None
 
     if "sizes" in arguments.suite:
         depths = arguments.depths or ([512, 768, 1024] if on_gpu else [64])
         for d, n in itertools.product(depths, arguments.sizes or (SIZES if on_gpu else [128, 256, 512])):
             if not arguments.sizes and d != depths[0] and n not in SIZES_OF_OTHER_DEPTHS:
                 continue
-            known = None
-            if n <= LARGEST_REFERENCE:
-                known = reference_gradient("contrastive", *pairs(n, d, DTYPES[half], device))
-            top = roof()
+            known, group = known_gradient("contrastive", n, d), []
             for name in arguments.names or peers.CONTRASTIVE:
-                if (name, n) in TOO_SLOW:
-                    continue
-                make = functools.partial(peers.contrastive, name)
-                attempt(rows, labels("sizes", name, n, d, top), make, n=n, d=d, reference=known, **common)
+                if (name, n) not in TOO_SLOW:
+                    make = functools.partial(peers.contrastive, name)
+                    attempt(group, steps, labels("sizes", name, n, d), make, n=n, d=d, reference=known, **common)
+            finish(group, steps, device, DTYPES[half])
+            rows += group
         write(rows, found, Path(arguments.out))
     if "options" in arguments.suite:
         n, d = (65_536, 512) if on_gpu else (512, 64)
@@ -255,42 +311,40 @@ def main() -> None:
         }
         more = {" frozen images": {"frozen": "images"}, " frozen texts": {"frozen": "texts"}}
         more[" forward only"] = {"backward": False}
-        top = roof()
+        group = []
         for name in (*options, *more):
             make = functools.partial(peers.ours, **options.get(name, {}))
-            attempt(
-                rows, labels("options", "hf_infcl" + name, n, d, top), make, n=n, d=d, **more.get(name, {}), **common
-            )
+            about = labels("options", "hf_infcl" + name, n, d)
+            attempt(group, steps, about, make, n=n, d=d, **more.get(name, {}), **common)
+        finish(group, steps, device, DTYPES[half])
+        rows += group
+        write(rows, found, Path(arguments.out))
     if "sigmoid" in arguments.suite:
         for n, d in [(8192, 768), (65_536, 768)] if on_gpu else [(256, 64)]:
-            known = None
-            if n <= LARGEST_REFERENCE:
-                known = reference_gradient("sigmoid", *pairs(n, d, DTYPES[half], device))
-            top = roof()
+            known, group = known_gradient("sigmoid", n, d), []
             for name in arguments.names or peers.SIGMOID:
                 make = functools.partial(peers.sigmoid, name)
-                attempt(rows, labels("sigmoid", name, n, d, top), make, n=n, d=d, reference=known, **common)
+                attempt(group, steps, labels("sigmoid", name, n, d), make, n=n, d=d, reference=known, **common)
+            finish(group, steps, device, DTYPES[half])
+            rows += group
         write(rows, found, Path(arguments.out))
     if "precision" in arguments.suite:
         n, d = (32_768, 512) if on_gpu else (256, 64)
         for dtype, precision in [("fp16", "auto"), ("fp32", "tf32"), ("fp32", "tf32x3"), ("fp32", "ieee")]:
             if not on_gpu and dtype == "fp16":
                 continue
-            top = roof(dtype, tf32=on_gpu and precision.startswith("tf32"))
-            attempt(
-                rows,
-                labels("precision", f"hf_infcl {dtype} {precision}", n, d, top, dtype),
-                functools.partial(peers.ours, precision=precision),
-                n=n,
-                d=d,
-                dtype=DTYPES[dtype],
-                device=device,
-            )
+            group, make = [], functools.partial(peers.ours, precision=precision)
+            about = labels("precision", f"hf_infcl {dtype} {precision}", n, d, dtype)
+            attempt(group, steps, about, make, n=n, d=d, dtype=DTYPES[dtype], device=device)
+            finish(group, steps, device, DTYPES[dtype], tf32=on_gpu and precision.startswith("tf32"))
+            rows += group
         write(rows, found, Path(arguments.out))
     if "large" in arguments.suite and on_gpu:
+        group = []
         for n in arguments.large:
-            attempt(rows, labels("large", "hf_infcl", n, 512, roof()), peers.ours, n=n, d=512, once=True, **common)
-        write(rows, found, Path(arguments.out))
+            attempt(group, steps, labels("large", "hf_infcl", n, 512), peers.ours, n=n, d=512, once=True, **common)
+        finish(group, steps, device, DTYPES[half])
+        write(rows + group, found, Path(arguments.out))
 
 
 def environment() -> dict[str, str]:

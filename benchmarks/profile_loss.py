@@ -2,6 +2,7 @@
 
     python benchmarks/profile_loss.py                       # kernels and host, over sizes
     python benchmarks/profile_loss.py --counters 16384      # hardware counters by kernel, where Nsight Compute runs
+    python benchmarks/profile_loss.py --host                # small batches, with and without what spares the host
 
 A kernel's rate counts 2 N^2 D operations for each product that it computes of the whole similarity matrix, whatever
 repairs or partial tiles add. "host" is the time in which a step is only issued; where it exceeds the kernels' sum, the
@@ -21,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -70,6 +72,7 @@ def step_of(n: int, d: int, kind: str) -> Callable[[], None]:
         x.grad = y.grad = scale.grad = None
         loss(x, y, scale).backward()
 
+    step.inputs = x, y, scale  # type: ignore[attr-defined]
     return step
 
 
@@ -122,6 +125,57 @@ def shown(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def host(n: int, d: int) -> dict[str, Any]:
+    """A small batch's step, timed in turn with variants: each takes back one thing that spares the host work."""
+    from hf_infcl.ops.triton import launch, whole
+    from hf_infcl.ring import softmax
+
+    step = step_of(n, d, "")
+    plain = launch.launch
+
+    def launched_by_triton(kernel: Any, device: Any, programs: int, values: Any, constants: Any, *more: int) -> None:
+        kernel[(programs,)](*values, *constants, num_warps=more[0], num_stages=more[1])
+
+    def by_triton() -> None:
+        launch.launch = whole.launch = launched_by_triton
+        try:
+            step()
+        finally:
+            launch.launch = whole.launch = plain
+
+    def gradients_in_backward() -> None:
+        with patch.object(softmax.torch, "is_grad_enabled", lambda: False):  # what decides whether they are made ahead
+            x, y, scale = step.inputs  # type: ignore[attr-defined]
+            x.grad = y.grad = scale.grad = None
+            value = peers.ours()(x, y, scale)
+        value.backward()
+
+    def general_way() -> None:
+        with patch.object(whole, "suits", lambda *_: False):
+            step()
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    variants: dict[str, Callable[[], None]] = {
+        "as it is": step,
+        "launched by Triton": by_triton,
+        "gradients in the backward pass": gradients_in_backward,
+        "the general way": general_way,
+        "replayed from a CUDA graph": graph.replay,
+    }
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(bench.ROUNDS):
+        for name, variant in variants.items():
+            times[name].append(bench.median_ms(variant, "cuda", 150))
+    medians = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
+    print(f"N={n:<6} " + ", ".join(f"{name} {ms:.3f} ms" for name, ms in medians.items()), flush=True)
+    return {"n": n, "d": d, "ms": medians}
+
+
 def counters(n: int, d: int) -> list[dict[str, Any]]:
     """Hardware counters of every kernel of one step, by Nsight Compute on this script."""
     if shutil.which("ncu") is None:
@@ -147,6 +201,7 @@ def counters(n: int, d: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--counters", type=int, metavar="N", help="hardware counters of a step on N pairs of D = 512")
+    parser.add_argument("--host", action="store_true", help="what spares the host work in small batches, one by one")
     parser.add_argument("--step", type=int, nargs=2, metavar=("N", "D"), help="one step alone, for a profiler to watch")
     parser.add_argument("--sizes", type=int, nargs="*", help="of the cases, only these sizes")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
@@ -163,8 +218,10 @@ def main() -> None:
         torch.cuda.profiler.stop()
         return
     results: dict[str, Any] = {"environment": bench.environment()}
-    stem = "profile" if arguments.counters is None else "counters"
-    if arguments.counters is not None:
+    stem = "host" if arguments.host else "profile" if arguments.counters is None else "counters"
+    if arguments.host:
+        results["steps"] = [host(n, 512) for n in arguments.sizes or (512, 1024, 2048, 4096, 8192, 16_384)]
+    elif arguments.counters is not None:
         results["counters"] = counters(arguments.counters, 512)
     else:
         results["steps"] = []
