@@ -12,7 +12,8 @@ validation file (pairs of the same picture or name all count), each run's differ
 for seed 0, the skip ratio and how hard the negatives are over the training of the base and of each loss.
 
 Sets and seeds can run in processes of their own, each with an ``--out`` folder: the results hold every seed's values,
-and ``merge`` joins them. It knows no other result than theirs: the same settings, and no run twice.
+and ``merge`` joins those of the same settings. So give such processes their steps and not ``--seconds``, by which each
+would choose its own.
 
 ``memory`` finds the largest batches of ViT-B/32 CLIP with LoRA: see hard_negatives_memory.py.
 """
