@@ -125,7 +125,7 @@ def softmax_backward(
     engine, s = _engine(images, scale, spec)
     small = _small(engine, images, texts, s, ids, banks, spec, layout)
     if small is not None:
-        return _times(grad, _gradients(small, row_data, col_data, spec, needs), images, scale)
+        return _times(grad, _made(small, row_data, col_data, spec, needs), images, scale)
     mine, travelling = shards(layout, images, texts, ids, banks)
     share = grad.to(engine.accumulator) / (spec.directions * layout.rows * engine.gain)
     all_rows = Statistics(row_data) if spec.for_rows else None
@@ -159,16 +159,21 @@ def softmax_backward(
     return d_images, d_texts, (share * layout.world.sum_(sum_gu)).to(scale.dtype).reshape(scale.shape)
 
 
-def _gradients(small: Any, row_data: Tensor, col_data: Tensor, spec: Spec, needs: Needs) -> Gradients:
-    """A small batch's gradients in float32, for an incoming gradient of one."""
+# A small batch's gradients for an incoming gradient of one: of images and texts in float32, yet to be multiplied by the
+# last (None: by nothing), and of the scale.
+Made = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _made(small: Any, row_data: Tensor, col_data: Tensor, spec: Spec, needs: Needs) -> Made:
     return small.gradients(row_data if spec.for_rows else None, col_data if spec.for_cols else None, needs)  # type: ignore[no-any-return]
 
 
-def _times(grad: Tensor, gradients: Gradients, embeds: Tensor, scale: Tensor) -> Gradients:
-    """Gradients in float32 times the incoming one, rounded once to the dtypes of what they belong to."""
-    d_images, d_texts, d_scale = gradients
+def _times(grad: Tensor, made: Made, embeds: Tensor, scale: Tensor) -> Gradients:
+    """The gradients for an incoming one, rounded once to the dtypes of what they belong to."""
+    d_images, d_texts, d_scale, factor = made
+    share = grad if factor is None else grad * factor
     d_images, d_texts = (
-        None if d is None else torch.mul(d, grad, out=torch.empty_like(d, dtype=embeds.dtype))
+        None if d is None else torch.mul(d, share, out=torch.empty_like(d, dtype=embeds.dtype))
         for d in (d_images, d_texts)
     )
     return d_images, d_texts, None if d_scale is None else (d_scale * grad).to(scale.dtype).reshape(scale.shape)
@@ -201,7 +206,7 @@ class _SoftmaxLoss(torch.autograd.Function):
             else:
                 loss, rows, cols = small.loss(spec.for_rows, spec.for_cols)
             if ctx.is_ready:
-                made = _gradients(small, rows, cols, spec, ctx.needs_input_grad[:3])
+                made = _made(small, rows, cols, spec, ctx.needs_input_grad[:3])
                 ctx.save_for_backward(images, scale, *made)
                 return loss  # type: ignore[no-any-return]
         ctx.save_for_backward(images, texts, scale, ids, bank_images, bank_texts, bank_ids, rows, cols)
@@ -212,7 +217,7 @@ class _SoftmaxLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.is_ready:
             images, scale, *made = ctx.saved_tensors
-            return *_times(grad, (made[0], made[1], made[2]), images, scale), *[None] * 7
+            return *_times(grad, tuple(made), images, scale), *[None] * 7
         images, texts, scale, ids, bank_images, bank_texts, bank_ids, rows, cols = ctx.saved_tensors
         banks = bank_images, bank_texts, bank_ids
         with torch.autocast(images.device.type, enabled=False):

@@ -19,7 +19,8 @@ from hf_infcl.ops.triton.launch import Tiles, launch, operand
 from hf_infcl.ops.triton.products import gain, matmul
 from hf_infcl.ops.triton.softmax import exact
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+# Of images and of texts, both yet to be multiplied by the last (None: by nothing), and of the scale.
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 LARGEST = 16_384
 # In float32 G is kept whole; with ids every tile compares its own, which at more pairs costs more than a map of them.
@@ -107,10 +108,14 @@ class Batch:
         return losses.sum(), rows, cols
 
     def gradients(self, rows: Tensor | None, cols: Tensor | None, needs: tuple[bool, bool, bool]) -> Gradients:
-        """Gradients of images, texts and scale in float32, None where not needed.
+        """Gradients of images, texts and scale in float32, None where not needed, and a factor.
 
         Args:
             rows, cols: their statistics; None: not anchors.
+
+        Returns:
+            Gradients of images and texts but for the factor, which spares two passes over them; the scale's; the
+            factor, a scalar, or None for one.
         """
         n, dtype = len(self.images), self.images.dtype
         share = 1.0 / (((rows is not None) + (cols is not None)) * n * gain(dtype))
@@ -139,29 +144,27 @@ class Batch:
         n, c = len(images), self.config
         width = -(-n // 16) * 16  # rows of G start on 16-byte boundaries
         height = max(_BAND // width // c.block_m, 1) * c.block_m
-        d_x, d_y = (torch.zeros(images.shape, device=device) if needed else None for needed in needs[:2])
         g = torch.empty(min(height, n), width, device=device, dtype=images.dtype)[:, :n]
-        sum_gu = torch.zeros((), device=device) if needs[2] else None
+        of_images: list[Tensor] = []
+        d_y: Tensor | None = None
+        from_tiles: list[Tensor] = []  # of the scale, where dX is not computed
         for r in parts(n, height):
             tiles = self.tiles if height >= n else self._rows(r)
             band = g[: r.stop - r.start]
-            # Where dX is not computed, the scale's gradient comes from the tiles of G.
-            from_tiles = needs[2] and not needs[0]
-            sums = torch.empty(tiles.tiles_m * tiles.tiles_n, device=device) if from_tiles else None
+            sums = None
+            if needs[2] and not needs[0]:
+                sums = torch.empty(tiles.tiles_m * tiles.tiles_n, device=device)
+                from_tiles.append(sums)
             self._weights(tiles, band, None if rows is None else rows[:, r], cols, sums)
-            if sum_gu is not None and sums is not None:
-                sum_gu += sums.sum()
-            if d_x is not None:
-                matmul(band, texts, "ieee", out=d_x[r])
-            if d_y is not None:
-                matmul(band.T, images[r], "ieee", out=d_y)
-        if sum_gu is not None and d_x is not None:
-            sum_gu = (images * d_x).sum()
-        factor = self.scale * share
-        for d in (d_x, d_y):
-            if d is not None:
-                d.mul_(factor)
-        return d_x, d_y, None if sum_gu is None else sum_gu * share
+            if needs[0]:
+                of_images.append(matmul(band, texts, "ieee"))
+            if needs[1]:
+                d_y = matmul(band.T, images[r], "ieee", out=d_y)
+        d_x = None if not needs[0] else of_images[0] if height >= n else torch.cat(of_images)
+        sum_gu = None
+        if needs[2]:
+            sum_gu = ((images * d_x).sum() if d_x is not None else torch.cat(from_tiles).sum()) * share
+        return d_x, d_y, sum_gu, self.scale * share
 
     def _fused(
         self, rows: Tensor | None, cols: Tensor | None, needs: tuple[bool, bool, bool], share: float
@@ -179,7 +182,7 @@ class Batch:
         sums = torch.empty(tiles.tiles_m * tiles.tiles_n, device=device) if need_scale and not need_x else None
         self._weights(tiles, g[:, :n], rows, cols, sums)
         if not (need_x or need_y):
-            return None, None, None if sums is None else sums.sum() * share
+            return None, None, None if sums is None else sums.sum() * share, None
         block_d = 16 if depth <= 16 else 32 if depth <= 32 else 64 if depth <= 64 else c.block_n
         programs = -(-n // c.block_m) * -(-depth // block_d)
         dot_sums = torch.empty(programs, device=device) if need_scale and need_x else None
@@ -201,5 +204,5 @@ class Batch:
             c.stages,
         )  # fmt: skip
         if dot_sums is not None:
-            return d_x, d_y, dot_sums.sum()
-        return d_x, d_y, None if sums is None else sums.sum() * share
+            return d_x, d_y, dot_sums.sum(), None
+        return d_x, d_y, None if sums is None else sums.sum() * share, None
