@@ -21,13 +21,21 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hf_infcl.ops.triton import kernels_gradient, kernels_sigmoid, kernels_statistics, kernels_weights
+from hf_infcl.ops.triton import (
+    kernels_gradient,
+    kernels_sigmoid,
+    kernels_statistics,
+    kernels_topk,
+    kernels_topk_buffer,
+    kernels_weights,
+)
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FLOATS = {"smoothing", "gain", "share"}
 POINTERS = {
     "scale": "fp32", "bias": "fp32", "grad": "fp32", "row_stats": "fp32", "col_stats": "fp32", "row_parts": "fp32",
     "col_parts": "fp32", "parts": "fp32", "sum_parts": "fp32", "loss_parts": "fp32", "doubts": "i32",
+    "scores": "fp32", "indices": "i64", "keys": "i32", "key_indices": "i32", "skipped": "i32", "bounds": "fp32",
 }  # fmt: skip
 
 
@@ -61,6 +69,8 @@ def compile_kernel(
             signature[name] = f"*{dtype}"
         elif name in ("x_ids", "y_ids"):
             signature[name] = "*i64" if ids else "constexpr"
+        elif name == "ceiling":
+            signature[name] = "constexpr"
         elif name == "related":
             signature[name] = "*u8" if ids else "constexpr"
         elif name in POINTERS:
@@ -104,6 +114,8 @@ def main() -> None:
     gradient = {"FOR_X": True, "FOR_Y": True, "WANT_SUM": True, "SPLIT": False, "RUN": 2**30}
     big = (128, 128, 64, 4, 3) if capability >= 90 else (128, 128, 32, 4, 4)
     small = (64, 64, 64, 4, 3)
+    strip = (64, 128, 64, 4, 3) if capability >= 90 else (64, 128, 32, 4, 4)
+    search = {"EXCLUDE_PAIRS": True, "CEILING": False, "LOAD": True}
     wide = (*big[:3], 8, big[4])  # what the launcher takes for repairs
     statistics, weights = kernels_statistics.statistics_kernel, kernels_weights.weights_kernel
     jobs: list[tuple[Any, ...]] = [
@@ -126,6 +138,10 @@ def main() -> None:
         (statistics, small, {**forward, "EXACT": True, "FRESH": True}, {"copy_engine": False}),
         (weights, small, backward, {"copy_engine": False}),
         (kernels_gradient.gradient_kernel, small, gradient, {"copy_engine": False}),
+        (kernels_topk.topk_kernel, strip, {**search, "K": 32}, {}),
+        (kernels_topk.topk_kernel, strip, {**search, "K": 64}, {}),
+        (kernels_topk_buffer.topk_buffer_kernel, strip, {**search, "BOUNDED": True, "REDO": False, "WIDTH": 64}, {}),
+        (kernels_topk_buffer.topk_buffer_kernel, strip, {**search, "BOUNDED": False, "REDO": True, "WIDTH": 64}, {}),
         (kernels_statistics.merge_kernel, (0, 0, 0, 4, 1), {**merge, "BLOCK": 32, "STEP": 16}, {"copy_engine": False}),
     ]
     for kernel, tile, switches, more in jobs:

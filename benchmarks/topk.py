@@ -7,11 +7,10 @@
 Everything is counted in products: one is 2 N^2 D operations at the rate of the vendor's library on the same shape in
 the same run. Memory is the peak beyond inputs and results (and gradients). Times are medians.
 
-On a GPU each k is timed as it is and with a first sweep that keeps every block's maximum: the k-th largest bounds what
-can be among the k best.
+Beyond k = 64, on a GPU, each k is timed with and without the bound from a sample of the columns.
 
 Skip ratios are measured against theory: for T blocks in random order, the mean over t of (1 - 1/t)^k, and 1 - k/T with
-such bounds (more where blocks of the first sweep are narrower than tiles).
+the k-th largest of each row's block maxima as a bound, which a first sweep would have to find.
 """
 
 import argparse
@@ -74,19 +73,21 @@ def peak_mib(step: Callable[[], object], kept: int) -> float | None:
     return (torch.cuda.max_memory_allocated() - before - kept) / MIB
 
 
-def with_sweeps(step: Callable[[], object], sweeps: int) -> Callable[[], object]:
-    """A step in which every search takes one sweep, or two."""
+def without_samples(step: Callable[[], object]) -> Callable[[], object]:
+    """A step in which no search starts from the bound that a sample gives."""
 
     def run() -> object:
-        with patch("hf_infcl.ops.triton.topk.sweeps_twice", lambda *_: sweeps == 2):
+        with patch("hf_infcl.ops.triton.topk.sampling", lambda *_: None):
             return step()
 
     return run
 
 
-def sweep_kinds(device: str) -> tuple[int, ...]:
-    """How many sweeps can be timed: the PyTorch backend has one."""
-    return (1, 2) if device == "cuda" else (1,)
+def ways(device: str, k: int | None, step: Callable[[], object]) -> dict[str, Callable[[], object]]:
+    """A step as it is, and where samples matter, without them."""
+    if device != "cuda" or k is None or k <= 64:
+        return {"": step}
+    return {"sampled": step, "unsampled": without_samples(step)}
 
 
 def one_sweep_theory(blocks: int, k: int) -> float:
@@ -96,27 +97,25 @@ def one_sweep_theory(blocks: int, k: int) -> float:
 
 def search(x: Tensor, y: Tensor, k: int, product: float) -> list[dict[str, Any]]:
     device, n = x.device.type, len(x)
-    blocks = -(-n // _TILE)
-    theory = {1: one_sweep_theory(blocks, k), 2: max(1 - k / blocks, 0.0)}
+    theory = one_sweep_theory(-(-n // _TILE), k) if device == "cuda" else None
     step = lambda: hardest_negatives(x, y, k)  # noqa: E731
     chunked = {
         f"{name}_ms": median_ms(lambda wide=wide: chunked_topk(x, y, k, wide), device, BUDGET_MS)  # type: ignore[misc]
         for name, wide in (("chunked_float32", True), ("chunked_input_dtype", False))
     }
     rows = []
-    for sweeps in sweep_kinds(device):
-        run = with_sweeps(step, sweeps) if device == "cuda" else step
+    for way, run in ways(device, k, step).items():
         ms = median_ms(run, device, BUDGET_MS)
         result: Any = run()
         rows.append(
             {
                 "k": k,
-                "sweeps": sweeps,
+                "way": way,
                 "ms": ms,
                 "share_of_product_rate": product / ms,
                 "times_faster_than_chunked_float32": chunked["chunked_float32_ms"] / ms,
                 "row_skip_ratio": float(result[2]["row_skip_ratio"]),
-                "row_skip_ratio_theory": theory[sweeps] if device == "cuda" else None,
+                "row_skip_ratio_theory": None if way == "sampled" else theory,
                 "extra_mib": peak_mib(run, n * k * 12),
                 **chunked,
             }
@@ -134,19 +133,18 @@ def loss(x: Tensor, y: Tensor, k: int | None, product: float) -> list[dict[str, 
         value.backward()
 
     rows = []
-    for sweeps in (1,) if k is None else sweep_kinds(device):
-        run = with_sweeps(step, sweeps) if device == "cuda" else step
+    for way, run in ways(device, k, step).items():
         ms = median_ms(run, device, BUDGET_MS)
         x.grad = y.grad = None
         kept = 2 * x.numel() * x.element_size() + (0 if k is None else 2 * len(x) * k * 12)
         name = "contrastive_loss" if k is None else "hard_negative_loss"
-        row = {"loss": name, "k": k, "sweeps": sweeps, "ms": ms, "products": ms / product}
+        row = {"loss": name, "k": k, "way": way, "ms": ms, "products": ms / product}
         rows.append(row | {"extra_mib": peak_mib(run, kept)})
     return rows
 
 
 def skip_ratios(device: str, n: int, block: int, k: int) -> dict[str, float]:
-    """Measured on 512 random queries, and theory, for one sweep and with thresholds from a first sweep."""
+    """Measured on 512 random queries, and theory, for one sweep and with thresholds from block maxima."""
     queries, keys = (torch.randn(size, 64, device=device) for size in (512, n))
     ratio = float(hardest_negatives(queries, keys, k, block_size=block, backend="torch")[2]["row_skip_ratio"])
     blocks = n // block
@@ -158,8 +156,8 @@ def skip_ratios(device: str, n: int, block: int, k: int) -> dict[str, float]:
         "k": k,
         "one sweep": ratio,
         "one sweep, theory": one_sweep_theory(blocks, k),
-        "two sweeps": float((highest < threshold).double().mean()),
-        "two sweeps, theory": max(1 - k / blocks, 0.0),
+        "block maxima": float((highest < threshold).double().mean()),
+        "block maxima, theory": max(1 - k / blocks, 0.0),
     }
 
 
@@ -187,24 +185,26 @@ def table(results: dict[str, Any]) -> str:
     for size in results["sizes"]:
         lines.append(f"N = {size['n']:,}: a product {size['product_ms']:.2f} ms, {size['product_tflops']:.0f} TFLOP/s")
         lines.append(
-            f"{'search, k':>12} {'sweeps':>6} {'ms':>8} {'share':>6} {'x chunked f32':>13} {'skip':>6} {'theory':>6} "
+            f"{'search, k':>12} {'way':>9} {'ms':>8} {'share':>6} {'x chunked f32':>13} {'skip':>6} {'theory':>6} "
             f"{'MiB':>6}"
         )
         for row in size["search"]:
             lines.append(
-                f"{row['k']:>12} {row['sweeps']:>6} {row['ms']:8.2f} {row['share_of_product_rate']:6.2f} "
+                f"{row['k']:>12} {row['way']:>9} {row['ms']:8.2f} {row['share_of_product_rate']:6.2f} "
                 f"{row['times_faster_than_chunked_float32']:13.2f} {row['row_skip_ratio']:6.3f} "
                 f"{number(row['row_skip_ratio_theory'], '.3f'):>6} {number(row['extra_mib'], '.0f'):>6}"
             )
-        lines.append(f"{'loss, k':>12} {'sweeps':>6} {'ms':>8} {'products':>8} {'MiB':>6}")
+        lines.append(f"{'loss, k':>12} {'way':>9} {'ms':>8} {'products':>8} {'MiB':>6}")
         for row in size["loss"]:
             name = "contrastive" if row["k"] is None else row["k"]
             memory = number(row["extra_mib"], ".0f")
-            lines.append(f"{name:>12} {row['sweeps']:>6} {row['ms']:8.2f} {row['products']:8.2f} {memory:>6}")
+            lines.append(f"{name:>12} {row['way']:>9} {row['ms']:8.2f} {row['products']:8.2f} {memory:>6}")
     for row in results["skip_ratios"]:
-        pairs_of = ", ".join(f"{row[name]:.3f} ({row[f'{name}, theory']:.3f})" for name in ("one sweep", "two sweeps"))
+        pairs_of = ", ".join(
+            f"{row[name]:.3f} ({row[f'{name}, theory']:.3f})" for name in ("one sweep", "block maxima")
+        )
         lines.append(
-            f"skip ratio n={row['n']} block={row['block']} k={row['k']}, one and two sweeps (theory): {pairs_of}"
+            f"skip ratio n={row['n']} block={row['block']} k={row['k']}, one sweep, block maxima (theory): {pairs_of}"
         )
     if "mining" in results:
         row = results["mining"]
@@ -218,17 +218,16 @@ def plot(size: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for sweeps in sorted({row["sweeps"] for row in size["search"]}):
-        rows = [row for row in size["search"] if row["sweeps"] == sweeps]
-        name = "one sweep" if sweeps == 1 else "a first sweep for bounds"
+    for name, kinds in (("with a sample beyond k = 64", ("", "sampled")), ("without", ("", "unsampled"))):
+        rows = [row for row in size["search"] if row["way"] in kinds]
         left.plot([row["k"] for row in rows], [row["ms"] for row in rows], marker="o", label=name)
-        losses = [row for row in size["loss"] if row["sweeps"] == sweeps and row["k"] is not None]
+        losses = [row for row in size["loss"] if row["way"] in kinds and row["k"] is not None]
         right.plot([row["k"] for row in losses], [row["products"] for row in losses], marker="o", label=name)
     for key, name in (
         ("chunked_float32_ms", "chunked, float32 scores"),
         ("chunked_input_dtype_ms", "chunked, input dtype"),
     ):
-        rows = [row for row in size["search"] if row["sweeps"] == 1]
+        rows = [row for row in size["search"] if row["way"] != "unsampled"]
         left.plot([row["k"] for row in rows], [row[key] for row in rows], marker="x", linestyle="--", label=name)
     left.axhline(size["product_ms"], color="grey", linestyle=":", label="one product")
     right.axhline(size["loss"][0]["products"], color="grey", linestyle=":", label="contrastive_loss")

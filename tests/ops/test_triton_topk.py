@@ -102,50 +102,49 @@ def test_buffers_of_rows_that_differ():
     assert_same(70, [(Side(x), Side(y, 1000))], 64, directions=(True, False), block_size=32)
 
 
-@pytest.fixture
-def first_sweep(monkeypatch):
+@pytest.fixture(params=["fitting", "too high", "too low"])
+def sampled(request, monkeypatch):
+    """A sample of every third column; bounds that fit, that too few candidates reach, and that nearly all do."""
     from hf_infcl.ops.triton import topk
 
-    monkeypatch.setattr(topk, "sweeps_twice", lambda *_: True)
+    rank = {"fitting": 40, "too high": 3, "too low": 60}[request.param]
+    monkeypatch.setattr(topk, "sampling", lambda k, n_cols: (3, min(rank, n_cols // 6)))
     monkeypatch.setattr(topk, "_TILES_PER_SEGMENT", 1)
-    monkeypatch.setattr(topk, "_NARROWEST", 8)
-    monkeypatch.setattr(topk, "_MAXIMA", 1)
 
 
-@pytest.mark.parametrize(("k", "m"), [(1, 150), (6, 150), (70, 600)])
-def test_a_first_sweep_leaves_the_result_as_it_is(k, m, first_sweep):
-    """Ids and ceilings leave some rows with less than k blocks."""
-    rows, cols = sides(16, m, 5, 1)
-    ceilings = torch.linspace(-6, 8, 16, device=DEVICE).round(), torch.linspace(-6, 8, m, device=DEVICE).round()
-    assert_same(k, [(rows, cols)], 16, directions=(True, k < 70), ceilings=ceilings)
+@pytest.mark.parametrize("m", [300, 700])
+def test_a_bound_from_a_sample_leaves_the_result_as_it_is(m, sampled):
+    rows, cols = sides(24, m, 5, 1)
+    rows.embeds[3] = 0  # all equal
+    ceilings = torch.linspace(-6, 8, 24, device=DEVICE).round(), torch.linspace(-6, 8, m, device=DEVICE).round()
+    assert_same(70, [(rows, cols)], 24, directions=(True, False), ceilings=ceilings)
+    assert_same(70, [(rows, cols)], 24, directions=(True, False))
     blocks = [(rows, cols[slice(50, m)]), (rows, cols[slice(0, 50)])]
-    assert_same(k, blocks, 16, directions=(True, False), block_size=32)
+    assert_same(70, blocks, 24, directions=(True, False), block_size=32)
 
 
-@pytest.mark.parametrize(("k", "m"), [(6, 150), (70, 600)])
-def test_a_first_sweep_keeps_what_equals_its_bound(k, m, first_sweep):
-    x, y = integers(4), torch.ones(m, 5, device=DEVICE)
-    y[3] = 2.0
-    assert_same(k, [(Side(x), Side(y, 1000))], 4, directions=(True, False))
+def test_a_bound_from_a_sample_that_deceives(sampled):
+    """The sample holds the best columns only, or none of them, or what overflowed."""
+    x, y = integers(8).abs() + 1, torch.ones(300, 5, device=DEVICE)
+    for values in (torch.arange(300) % 3 == 0, torch.arange(300) % 3 > 0):
+        y[:] = torch.where(values, 2.0, torch.arange(300) / 512)[:, None].to(DEVICE)
+        assert_same(70, [(Side(x), Side(y, 1000))], 8, directions=(True, False))
+    y[::3] = torch.nan
+    assert_same(70, [(Side(x), Side(y, 1000))], 8, directions=(True, False))
 
 
-@pytest.mark.parametrize("k", [2, 66])
-def test_a_first_sweep_leaves_k_blocks_a_row(k, first_sweep):
+def test_more_than_k_candidates_reach_the_bound_of_a_sample():
+    from hf_infcl.ops.triton.topk import sampling
+
     generator = torch.Generator().manual_seed(0)
-    width, blocks = 64 if k == 2 else 32, 10 if k == 2 else 280
-    x, y = (torch.randn(n, 8, generator=generator).to(DEVICE) for n in (8, blocks * width))
-    best = TopK.empty(8, k, device=DEVICE, dtype=torch.float32)
-    block_topk(Engine.of(x, "triton", "ieee", width), Side(x), Side(y), best, None, exclude_pairs=False)
-    assert best.skip_ratio.item() == pytest.approx(1 - k / blocks)
-
-
-def test_a_first_sweep_pays_for_many_negatives_and_short_embeddings():
-    from hf_infcl.ops.triton.topk import sweeps_twice
-
-    assert not sweeps_twice(32, 65_536, 16)
-    assert not sweeps_twice(256, 65_536, 512)
-    assert sweeps_twice(1000, 65_536, 16)
-    assert not sweeps_twice(1000, 10_000, 16)  # too few blocks
+    for k, n_cols in ((65, 20_000), (256, 20_000), (1024, 65_536)):
+        step, rank = sampling(k, n_cols)
+        scores = torch.randn(200, n_cols, generator=generator)
+        bounds = scores[:, ::step].topk(rank).values[:, -1:]
+        reached = (scores >= bounds).sum(1)
+        assert reached.min() > k
+        assert reached.float().mean() == pytest.approx(rank * step, rel=0.1)
+    assert sampling(1000, 10_000) is None
 
 
 @pytest.mark.parametrize("k", [3, 70])

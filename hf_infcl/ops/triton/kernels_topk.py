@@ -4,9 +4,6 @@ A program owns a strip of rows and walks over the columns. For k <= 64 the best 
 tile's best beats a row's worst, it takes its place. For larger k, see `kernels_topk_buffer`. The order is (score, then
 lowest index) everywhere.
 
-Both start from a bound where there is one: a score that at least k of a row's candidates reach. The k-th largest of its
-blocks' maxima, which a first sweep finds, is such a score.
-
 A NaN is kept as +inf, the one value that nothing beats.
 """
 
@@ -55,44 +52,6 @@ def halves(u):
 
 
 @triton.jit
-def _store_maxima(u, maxima, block, n_blocks, inside, SUB: tl.constexpr):
-    """Writes the maximum of every SUB columns of a tile.
-
-    maxima: (M,) where the rows start; block: which of a row's blocks is the tile's first.
-    """
-    if u.shape[1] > SUB:
-        left, right = halves(u)
-        _store_maxima(left, maxima, block, n_blocks, inside, SUB)
-        _store_maxima(right, maxima, block + u.shape[1] // 2 // SUB, n_blocks, inside, SUB)
-    elif block < n_blocks:
-        tl.store(maxima + block, tl.max(u, 1), mask=inside)
-
-
-@triton.jit(do_not_specialize=["n_rows", "n_cols", "depth", "shift", "n_blocks", "segment"])
-def maxima_kernel(
-    x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, ceiling, maxima, n_blocks, segment,
-    ID_COLUMNS: tl.constexpr, EXCLUDE_PAIRS: tl.constexpr, CEILING: tl.constexpr, SUB: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
-):  # fmt: skip
-    """The first sweep: the best score of every SUB columns. Grid: strips of rows, segments of columns.
-
-    maxima: (n, n_blocks) float32. Its tiles are those of the sweep that follows, so that scores agree in every bit.
-    """
-    row0 = tl.program_id(0) * BLOCK_M
-    rows = row0 + tl.arange(0, BLOCK_M)
-    highest = tl.zeros((BLOCK_M,), tl.float32)
-    if CEILING:
-        highest = tl.load(ceiling + rows, mask=rows < n_rows, other=0.0)
-    first = tl.program_id(1) * segment
-    for col0 in range(first, tl.minimum(first + segment, n_cols), BLOCK_N):
-        u = candidates(
-            x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, highest, row0, col0,
-            ID_COLUMNS, EXCLUDE_PAIRS, CEILING, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, USE_TMA,
-        )  # fmt: skip
-        _store_maxima(u, maxima + rows.to(tl.int64) * n_blocks, col0 // SUB, n_blocks, rows < n_rows, SUB)
-
-
-@triton.jit
 def _worst(s, i):
     """Score and index of the entry of each row that gives way: the lowest score, of equal ones the highest index."""
     score = tl.min(s, 1)
@@ -123,13 +82,9 @@ def _insert(u, at, best, s, i, worst, worst_index):
 
 @triton.jit
 def _load_entries(
-    scores, indices, stride, rows, n_rows, k, bounds,
-    LOAD: tl.constexpr, BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, K: tl.constexpr,
+    scores, indices, stride, rows, n_rows, k, LOAD: tl.constexpr, BLOCK_M: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """The entries kept so far. Empty slots are worse than any candidate, those beyond k are never the worst.
-
-    Entries below the row's bound will not stay: their slots are empty, with the bound as their score.
-    """
+    """The entries kept so far. Empty slots are worse than any candidate, those beyond k are never the worst."""
     slots = tl.arange(0, K)
     empty = tl.broadcast_to((-slots + NO_INDEX)[None, :], (BLOCK_M, K))
     s = tl.full((BLOCK_M, K), float("-inf"), tl.float32)
@@ -140,10 +95,6 @@ def _load_entries(
         s = tl.load(scores + at, mask=mask, other=float("-inf"))
         index = tl.load(indices + at, mask=mask, other=-1)
         i = tl.where(index < 0, empty, index.to(tl.int32))
-    if BOUNDED:
-        bound = tl.load(bounds + rows, mask=rows < n_rows, other=0.0)[:, None]
-        i = tl.where(s < bound, empty, i)
-        s = tl.maximum(s, bound)
     s = tl.where((slots < k)[None, :], s, float("inf"))
     i = tl.where((slots < k)[None, :], i, -1)
     return s, i
@@ -162,23 +113,22 @@ def _store_entries(scores, indices, stride, rows, n_rows, k, s, i, K: tl.constex
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "depth", "shift", "offset", "segment"])
 def topk_kernel(
     x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, ceiling,
-    scores, indices, stride, offset, k, segment, skipped, bounds,
+    scores, indices, stride, offset, k, segment, skipped,
     ID_COLUMNS: tl.constexpr, EXCLUDE_PAIRS: tl.constexpr, CEILING: tl.constexpr, LOAD: tl.constexpr,
-    BOUNDED: tl.constexpr, K: tl.constexpr,
+    K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
     """Best k of the columns of a segment. Grid: strips of rows, segments of columns.
 
     scores, indices: (n, segments * k), row stride `stride`; read first where LOAD (one segment).
     skipped: (strips * segments,) int32, how many (row, tile) pairs were skipped.
-    bounds: (n,) float32 (BOUNDED).
     """
     strip, part = tl.program_id(0), tl.program_id(1)
     row0 = strip * BLOCK_M
     rows = row0 + tl.arange(0, BLOCK_M)
     scores += part * k
     indices += part * k
-    s, i = _load_entries(scores, indices, stride, rows, n_rows, k, bounds, LOAD, BOUNDED, BLOCK_M, K)
+    s, i = _load_entries(scores, indices, stride, rows, n_rows, k, LOAD, BLOCK_M, K)
     worst, worst_index = _worst(s, i)
     highest = worst
     if CEILING:
@@ -204,7 +154,7 @@ def merge_kernel(
 ):  # fmt: skip
     """Takes (n, width) scores with their indices (-1 for none) into the (n, k) best."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    s, i = _load_entries(scores, indices, k, rows, n_rows, k, None, LOAD, False, BLOCK_M, K)
+    s, i = _load_entries(scores, indices, k, rows, n_rows, k, LOAD, BLOCK_M, K)
     worst, worst_index = _worst(s, i)
     for start in range(0, width, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)

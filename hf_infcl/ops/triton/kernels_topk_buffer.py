@@ -26,6 +26,22 @@ def _number(key):
 
 
 @triton.jit
+def _mean(low, high):
+    """The mean of two keys, rounded up, without overflow."""
+    return (low | high) - ((low ^ high) >> 1)
+
+
+@triton.jit
+def _narrow(low, high, reached, point, above, k):
+    """The range of keys in which the k-th best lies, once it is known that `above` entries reach a point of it."""
+    within = (low < point) & (point <= high)
+    enough = above >= k
+    high = tl.where(within & (enough == 0), point - 1, high)
+    low = tl.where(within & enough, point, low)
+    return low, high, tl.where(within & enough, above, reached)
+
+
+@triton.jit
 def _ones(words):
     """How many bits of 32-bit words are set; the compiler makes one instruction of it."""
     v = words.to(tl.uint32)
@@ -82,24 +98,28 @@ def _keep_best(keys, indices, base, count, cut, cut_index, k, WIDTH: tl.constexp
         key = tl.load(keys + base[:, None] + at, mask=mask, other=LOWEST_KEY)
         lowest = tl.where(mask, tl.minimum(lowest, key), lowest)
         highest = tl.maximum(highest, key)
-    # Halves the range of keys until just k entries, or equal ones, reach its lower end. About 16 passes over random
-    # scores, 32 at most.
+    # Quarters the range of keys until just k entries, or equal ones, reach its lower end: about 8 passes over random
+    # scores, 16 at most. What a pass costs is its loads, not its comparisons.
     low = tl.where(is_full, tl.min(lowest, 1), LOWEST_KEY)
     high = tl.where(is_full, tl.max(highest, 1), LOWEST_KEY)
     reached = count
     more = tl.max(((low < high) & (reached > k)).to(tl.int32), 0) > 0
     while more:
-        middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow
-        hits = tl.zeros((BLOCK_M, WIDTH), tl.int32)
+        middle = _mean(low, high)
+        lower, upper = _mean(low, middle - 1), _mean(middle, high)
+        hits_lower = tl.zeros((BLOCK_M, WIDTH), tl.int32)
+        hits_middle = tl.zeros((BLOCK_M, WIDTH), tl.int32)
+        hits_upper = tl.zeros((BLOCK_M, WIDTH), tl.int32)
         for start in range(0, longest, WIDTH):
             at = (start + tl.arange(0, WIDTH))[None, :]
             mask = at < count[:, None]
             key = tl.load(keys + base[:, None] + at, mask=mask, other=LOWEST_KEY)
-            hits += (mask & (key >= middle[:, None])).to(tl.int32)
-        above = tl.sum(hits, 1)
-        high = tl.where(above >= k, high, middle - 1)
-        low = tl.where(above >= k, middle, low)
-        reached = tl.where(above >= k, above, reached)
+            hits_lower += (mask & (key >= lower[:, None])).to(tl.int32)
+            hits_middle += (mask & (key >= middle[:, None])).to(tl.int32)
+            hits_upper += (mask & (key >= upper[:, None])).to(tl.int32)
+        low, high, reached = _narrow(low, high, reached, lower, tl.sum(hits_lower, 1), k)
+        low, high, reached = _narrow(low, high, reached, middle, tl.sum(hits_middle, 1), k)
+        low, high, reached = _narrow(low, high, reached, upper, tl.sum(hits_upper, 1), k)
         more = tl.max(((low < high) & (reached > k)).to(tl.int32), 0) > 0
     # Of those that equal it, the lowest indices stay: the smallest limit that lets enough of them in.
     limit = tl.full((BLOCK_M,), NO_INDEX, tl.int32)
@@ -143,13 +163,15 @@ def topk_buffer_kernel(
     x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, ceiling,
     scores, indices, offset, k, skipped, bounds, keys, key_indices, capacity,
     ID_COLUMNS: tl.constexpr, EXCLUDE_PAIRS: tl.constexpr, CEILING: tl.constexpr, LOAD: tl.constexpr,
-    BOUNDED: tl.constexpr, WIDTH: tl.constexpr,
+    BOUNDED: tl.constexpr, REDO: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
     """Best k of all columns, for a k beyond the registers. Grid: strips of rows.
 
     scores, indices: (n, k), read first where LOAD. keys, key_indices: (strips * BLOCK_M, capacity) int32, the buffers,
-    with room for k entries and one tile's. bounds: (n,) float32 (BOUNDED).
+    with room for k entries and one tile's.
+    bounds: (n,) float32 (BOUNDED): candidates below are passed over. Where fewer than k reach it, a second launch
+    (REDO) offers those below to the rows concerned, and to no others.
     """
     strip = tl.program_id(0)
     row0 = strip * BLOCK_M
@@ -158,8 +180,12 @@ def topk_buffer_kernel(
     count = tl.zeros((BLOCK_M,), tl.int32)
     cut = tl.full((BLOCK_M,), LOWEST_KEY, tl.int32)
     cut_index = tl.full((BLOCK_M,), NO_INDEX, tl.int32)
+    bound = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    if BOUNDED or REDO:
+        bound = tl.load(bounds + rows, mask=rows < n_rows, other=float("-inf"))
     if BOUNDED:
-        cut = _key(tl.load(bounds + rows, mask=rows < n_rows, other=0.0))
+        cut = _key(bound)
+    reached = tl.zeros((BLOCK_M,), tl.int32)
     if LOAD:
         for start in range(0, k, 32):
             at = start + tl.arange(0, 32)
@@ -173,17 +199,25 @@ def topk_buffer_kernel(
             tl.store(keys + to, _key(s), mask=keep)
             tl.store(key_indices + to, index.to(tl.int32), mask=keep)
             count += more
+            reached += tl.sum((keep & (s >= bound[:, None])).to(tl.int32), 1)
+    last_col = n_cols + BLOCK_N
+    if REDO:
+        lacks = (reached < k) & (bound > float("-inf"))
+        bound = tl.where(lacks, bound, float("-inf"))
+        last_col = tl.where(tl.max(lacks.to(tl.int32), 0) > 0, last_col, 0)
     highest = tl.zeros((BLOCK_M,), tl.float32)
     if CEILING:
         highest = tl.load(ceiling + rows, mask=rows < n_rows, other=0.0)
     skips = tl.zeros((BLOCK_M,), tl.int32)
     # One round more than there are tiles: the last only cuts the buffer back.
-    for col0 in range(0, n_cols + BLOCK_N, BLOCK_N):
+    for col0 in range(0, last_col, BLOCK_N):
         if col0 < n_cols:
             u = candidates(
                 x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, highest, row0, col0,
                 ID_COLUMNS, EXCLUDE_PAIRS, CEILING, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, USE_TMA,
             )  # fmt: skip
+            if REDO:
+                u = tl.where(u < bound[:, None], u, float("-inf"))
             best = _key(tl.max(u, 1))
             skips += (best < cut).to(tl.int32)
             if tl.max(((best >= cut) & (rows < n_rows)).to(tl.int32), 0) > 0:
@@ -192,7 +226,7 @@ def topk_buffer_kernel(
             count, cut, cut_index = _keep_best(
                 keys, key_indices, base, count, cut, cut_index, k, WIDTH, BLOCK_M
             )  # fmt: skip
-    for start in range(0, k, WIDTH):
+    for start in range(0, tl.where(last_col > 0, k, 0), WIDTH):
         at = start + tl.arange(0, WIDTH)
         held = at[None, :] < count[:, None]
         s = _number(tl.load(keys + base[:, None] + at[None, :], mask=held, other=0))
@@ -201,4 +235,5 @@ def topk_buffer_kernel(
         place = rows.to(tl.int64)[:, None] * k + at[None, :]
         tl.store(scores + place, tl.where(held, s, float("-inf")), mask=mask)
         tl.store(indices + place, index.to(tl.int64), mask=mask)
-    tl.store(skipped + strip, tl.sum(tl.where(rows < n_rows, skips, 0)))
+    if not REDO:
+        tl.store(skipped + strip, tl.sum(tl.where(rows < n_rows, skips, 0)))

@@ -11,7 +11,7 @@ from hf_infcl.ops.chunks import parts
 from hf_infcl.ops.sides import Rule, Side
 from hf_infcl.ops.topk import Links, TopK
 from hf_infcl.ops.triton.configs import TileConfig
-from hf_infcl.ops.triton.kernels_topk import link_kernel, maxima_kernel, merge_kernel, topk_kernel
+from hf_infcl.ops.triton.kernels_topk import link_kernel, merge_kernel, topk_kernel
 from hf_infcl.ops.triton.kernels_topk_buffer import topk_buffer_kernel
 from hf_infcl.ops.triton.launch import Tiles, on, operand
 
@@ -24,13 +24,11 @@ _TILES_PER_SEGMENT = 8
 _BUFFER_ROWS = 32_768  # at k = 256: 128 MiB of buffers
 _BUFFER_ENTRIES = 2**27  # 1 GiB, which bounds the rows at very large k
 _MAX_INDEX = 2**31 - 2**16
-# A cut: a pass for the range, about 16 halvings on random scores (32 at most), one that moves what stays.
-_PASSES_PER_CUT = 18
-# What is counted in multiply-adds of a product: a pass's visit to one entry of a buffer, and the part in a `torch.topk`
-# of one column's share of its block's maximum.
-_VISIT, _MAXIMUM = 40, 64
-_NARROWEST = 32  # columns of a block whose maximum is kept
-_MAXIMA = 2**24  # 64 MiB of block maxima at a time
+# Beyond the registers a sample of the columns, every eighth or fewer, bounds what can be among the best k: so many of
+# these fall into the sample on average, and its entry this many standard deviations further down is below them all.
+_SAMPLED, _DEVIATIONS = 32, 6
+_SAMPLE_STEP = 8
+_COLUMNS_PER_NEGATIVE = 16  # with fewer, nearly all pass anyway
 # Three programs of 128 threads share a multiprocessor's 65,536 registers, so that two selections overlap with one
 # product; the compiler spills 24 bytes at k = 8 and 272 at k = 32 for it. At k = 64 it would spill too much.
 _REGISTERS = 168
@@ -92,52 +90,31 @@ def _tiles(anchors: Side, others: Side, k: int, precision: str, block_size: int 
     return Tiles.of("topk", anchors, others, Rule("mask"), precision, chosen)
 
 
-def sweeps_twice(k: int, n_cols: int, depth: int) -> bool:
-    """Whether a first sweep for bounds pays: it costs a product, and saves all cuts of a buffer but the last.
+def sampling(k: int, n_cols: int) -> tuple[int, int] | None:
+    """Of how many columns to sample one, and which entry of the sample bounds the best k; None: it does not pay.
 
-    Without bounds a buffer, half as large again as k, is full whenever the columns seen have grown by half. For a k in
-    registers the sweep never pays: the insertions it saves cost less than a product.
+    Without a bound a buffer, half as large again as k, is full whenever the columns seen have grown by half, and each
+    cut back to k costs a fifth of a product. With one, some 2 k candidates pass, and the buffer is cut once.
     """
-    if k <= _LARGEST_IN_REGISTERS or n_cols < 2 * k * _NARROWEST:
-        return False
-    cuts = math.log(n_cols / (1.5 * k)) / math.log(1.5)
-    return cuts * _PASSES_PER_CUT * 1.5 * k * _VISIT > n_cols * (depth + _MAXIMUM)
+    if n_cols < _COLUMNS_PER_NEGATIVE * k:
+        return None
+    step = max(_SAMPLE_STEP, k // _SAMPLED)
+    hits = k / step
+    return step, min(math.ceil(hits + _DEVIATIONS * math.sqrt(hits)) + 2, _LARGEST_IN_REGISTERS)
 
 
 def _bounds(
-    anchors: Side,
-    others: Side,
-    k: int,
-    exclude_pairs: bool,
-    ceiling: Tensor | None,
-    precision: str,
-    block_size: int | None,
-) -> Tensor | None:
-    """(n,) the k-th largest of every row's block maxima, which at least k of its candidates reach; None: not worth it.
+    anchors: Side, others: Side, step: int, rank: int, ceiling: Tensor | None, precision: str, block_size: int | None
+) -> Tensor:
+    """(n,) the score at a rank of every row in a sample of the columns; -inf where the sample has fewer candidates.
 
-    A block has as many columns as a tile, or fewer where that would leave less than four blocks for each of the k.
+    Nearly always more than k candidates of all columns reach it; where not, the kernel is launched for the others too.
+    A row's own pair may be in the sample, which makes one entry's difference.
     """
-    n, n_cols = len(anchors), len(others)
-    sub = _config(anchors.embeds.device, anchors.embeds.dtype, k, block_size).block_n
-    while sub > _NARROWEST and n_cols < 4 * k * sub:
-        sub //= 2
-    blocks = triton.cdiv(n_cols, sub)
-    if blocks < k or not sweeps_twice(k, n_cols, anchors.embeds.shape[1]):
-        return None
-    bounds = torch.empty(n, device=anchors.embeds.device, dtype=torch.float32)
-    for part in parts(n, max(_MAXIMA // blocks // 64, 1) * 64):
-        tiles = _tiles(anchors[part], others, k, precision, block_size)
-        segment = triton.cdiv(tiles.tiles_n, max(_WAVES * tiles.processors // tiles.tiles_m, 1)) * tiles.config.block_n
-        maxima = torch.empty(len(bounds[part]), blocks, device=bounds.device, dtype=torch.float32)
-        maxima_kernel[(tiles.tiles_m, triton.cdiv(n_cols, segment))](
-            **_arguments(tiles, exclude_pairs, None if ceiling is None else ceiling[part]),
-            maxima=maxima,
-            n_blocks=blocks,
-            segment=segment,
-            SUB=sub,
-        )
-        torch.amin(maxima.topk(k, dim=1, sorted=False).values, 1, out=bounds[part])
-    return bounds
+    sample = Side(others.embeds[::step], 0, None if others.ids is None else others.ids[::step])
+    best = TopK.empty(len(anchors), rank, device=anchors.embeds.device, dtype=torch.float32)
+    _offer_in_registers(anchors, sample, best, False, ceiling, precision, block_size)
+    return best.scores.amin(1)
 
 
 def _count(best: TopK, skipped: Tensor, met: int) -> None:
@@ -166,7 +143,6 @@ def _offer_in_registers(
         scores = torch.empty(n, segments * k, device=best.scores.device, dtype=torch.float32)
         indices = torch.empty(n, segments * k, device=best.scores.device, dtype=torch.int64)
     skipped = torch.empty(tiles.tiles_m * segments, device=scores.device, dtype=torch.int32)
-    bounds = _bounds(anchors, others, k, exclude_pairs, ceiling, precision, block_size)
     few = {"maxnreg": _REGISTERS} if slots <= 32 and tiles.arguments["USE_TMA"] else {}
     topk_kernel[(tiles.tiles_m, segments)](
         **_arguments(tiles, exclude_pairs, ceiling),
@@ -177,9 +153,7 @@ def _offer_in_registers(
         k=k,
         segment=segment,
         skipped=skipped,
-        bounds=bounds,
         LOAD=segments == 1,
-        BOUNDED=bounds is not None,
         K=slots,
         **few,
     )
@@ -201,34 +175,42 @@ def _offer_in_buffers(
     precision: str,
     block_size: int | None,
 ) -> None:
-    width = 64  # what a pass reads of a row at a time: enough loads in flight, and no spills
+    width = 32  # what a pass reads of a row at a time; with 64 twice as many registers spill
     block_n = _config(anchors.embeds.device, anchors.embeds.dtype, best.k, block_size).block_n
-    # Half as much again as k before a buffer is cut back.
-    capacity = triton.cdiv(best.k + max(best.k // 2, 2 * block_n), width) * width
-    bounds = _bounds(anchors, others, best.k, exclude_pairs, ceiling, precision, block_size)
+    capacity = best.k + max(best.k // 2, 2 * block_n)  # half as much again as k before a buffer is cut back
+    bounds = None
+    sampled = sampling(best.k, len(others))
+    if sampled is not None:
+        step, rank = sampled
+        bounds = _bounds(anchors, others, step, rank, ceiling, precision, block_size)
+        passing = rank * step + int(3 * math.sqrt(rank) * step)
+        capacity = max(capacity, passing + block_n)
+    capacity = triton.cdiv(capacity, width) * width
     for part in parts(len(anchors), min(_BUFFER_ROWS, max(_BUFFER_ENTRIES // capacity // 64, 1) * 64)):
         tiles = _tiles(anchors[part], others, best.k, precision, block_size)
-        block_m = tiles.config.block_m
         strips = tiles.tiles_m
-        buffers = [
-            torch.empty(strips * block_m, capacity, device=best.scores.device, dtype=torch.int32) for _ in range(2)
-        ]
-        skipped = torch.empty(strips, device=best.scores.device, dtype=torch.int32)
-        topk_buffer_kernel[(strips,)](
-            **_arguments(tiles, exclude_pairs, None if ceiling is None else ceiling[part]),
-            scores=best.scores[part],
-            indices=best.indices[part],
-            offset=others.offset,
-            k=best.k,
-            skipped=skipped,
-            bounds=None if bounds is None else bounds[part],
-            keys=buffers[0],
-            key_indices=buffers[1],
-            LOAD=True,
-            BOUNDED=bounds is not None,
-            capacity=capacity,
-            WIDTH=width,
+        keys, key_indices = (
+            torch.empty(strips * tiles.config.block_m, capacity, device=best.scores.device, dtype=torch.int32)
+            for _ in range(2)
         )
+        skipped = torch.empty(strips, device=best.scores.device, dtype=torch.int32)
+        for redo in (False, True) if bounds is not None else (False,):
+            topk_buffer_kernel[(strips,)](
+                **_arguments(tiles, exclude_pairs, None if ceiling is None else ceiling[part]),
+                scores=best.scores[part],
+                indices=best.indices[part],
+                offset=others.offset,
+                k=best.k,
+                skipped=skipped,
+                bounds=None if bounds is None else bounds[part],
+                keys=keys,
+                key_indices=key_indices,
+                LOAD=True,
+                BOUNDED=bounds is not None and not redo,
+                REDO=redo,
+                capacity=capacity,
+                WIDTH=width,
+            )
         _count(best, skipped, (min(part.stop, len(anchors)) - part.start) * tiles.tiles_n)
 
 
