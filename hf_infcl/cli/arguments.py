@@ -1,12 +1,14 @@
 """What a recipe or a command says besides the training arguments: the data and the model."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 logger = logging.getLogger(__name__)
 
 AUTO_SPLIT = "auto"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass
@@ -96,7 +98,9 @@ class EmbeddingArguments(DatasetArguments):
     )
     adapter: str | None = field(default=None, metadata={"help": "Hub id or folder of an adapter to put on the model."})
     model_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the model."})
-    dtype: str | None = field(default=None, metadata={"help": "Dtype of the weights; by default as saved."})
+    dtype: str | None = field(
+        default=None, metadata={"help": "Dtype of the weights: float32, bfloat16, float16; by default as saved."}
+    )
     image_column: str | None = field(default=None, metadata={"help": "Column of the images; found where not given."})
     caption_column: str | None = field(
         default=None, metadata={"help": "Column of the captions; each of several captions an image counts."}
@@ -115,14 +119,23 @@ class EmbeddingArguments(DatasetArguments):
 
     def __post_init__(self) -> None:
         check_counts(self, "per_device_eval_batch_size")
+        check_counts(self, "dataloader_num_workers", least=0)
+        check_choice(self, "dtype", DTYPES)
 
 
-def check_counts(arguments: Any, *names: str) -> None:
-    """Refuses counts below 1; None is no count."""
+def check_counts(arguments: Any, *names: str, least: int = 1) -> None:
+    """Refuses counts below the least there can be; None is no count."""
     for name in names:
         value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; expected at least 1")
+        if value is not None and value < least:
+            raise ValueError(f"{name} is {value}; expected at least {least}")
+
+
+def check_choice(arguments: Any, name: str, choices: Sequence[str]) -> None:
+    """Refuses what is none of the choices; None is no choice."""
+    value = getattr(arguments, name)
+    if value is not None and value not in choices:
+        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(choices)}")
 
 
 @dataclass
@@ -171,9 +184,7 @@ class ModelArguments:
     use_dora: bool = field(default=False, metadata={"help": "Weight-decomposed adapter (DoRA)."})
 
     def __post_init__(self) -> None:
-        dtypes = (None, "auto", "float32", "bfloat16", "float16")
-        if self.dtype not in dtypes:
-            raise ValueError(f"dtype is {self.dtype!r}; expected one of {', '.join(str(name) for name in dtypes[1:])}")
+        check_choice(self, "dtype", DTYPES)
         adapter = [entry for entry in fields(self) if entry.name.startswith(("lora_", "use_rslora", "use_dora"))]
         changed = [entry.name for entry in adapter if getattr(self, entry.name) != entry.default]
         if changed and not self.use_peft:

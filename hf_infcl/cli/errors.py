@@ -19,8 +19,8 @@ def run_command(prog: str, prepare: Callable[[], tuple[Any, ...]], work: Callabl
         prog: the command, for its messages.
         prepare: reads the command line and finds everything it names: what is wrong here is mostly the user's.
         work: gets what `prepare` returned. An error here is the user's only where its kind says so: a picture or a
-            caption that cannot be used, a package that is not installed, memory that does not suffice, a Hub that does
-            not answer.
+            caption that cannot be used, negatives that are asked for and not there, a package that is not installed,
+            memory that does not suffice, a Hub that does not answer.
 
     Returns:
         The exit status: 0, or 2 for an error of the user's, which has been printed as one line.
@@ -56,8 +56,10 @@ def _is_users_at_work(error: Exception) -> bool:
 
     from hf_infcl.data.captions import CaptionError
     from hf_infcl.data.images import UnreadableImageError
+    from hf_infcl.evaluation.mining import NothingMinedError
 
-    kinds = (UnreadableImageError, CaptionError, ImportError, OutOfMemoryError, HfHubHTTPError, OfflineModeIsEnabled)
+    of_data = (UnreadableImageError, CaptionError, NothingMinedError)
+    kinds = (*of_data, ImportError, OutOfMemoryError, HfHubHTTPError, OfflineModeIsEnabled)
     # What transformers says of a tracker in report_to is a RuntimeError.
     return isinstance(error, kinds) or (isinstance(error, RuntimeError) and "to be installed" in str(error))
 

@@ -33,8 +33,27 @@ class EvaluateArguments(EmbeddingArguments):
     output_file: str | None = field(default=None, metadata={"help": "JSON file to write the metrics to."})
 
     def __post_init__(self) -> None:
+        from hf_infcl.evaluation.checks import check_ks
+
         super().__post_init__()
         check_counts(self, "max_eval_samples")
+        check_ks(self.ks)
+        if self.output_file is not None:
+            _check_output_file(Path(self.output_file))
+
+
+def _check_output_file(path: Path) -> None:
+    """Metrics of an earlier run are replaced, and nothing else is."""
+    if path.is_dir():
+        raise ValueError(f"output_file {str(path)!r} is a folder; expected a file")
+    if not path.exists():
+        return
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        content = None
+    if not isinstance(content, dict) or not any(name.startswith("mean_recall@") for name in content):
+        raise ValueError(f"output_file {str(path)!r} exists and holds no metrics of evaluate; name another")
 
 
 def main(args: EvaluateArguments) -> dict[str, float]:
@@ -77,7 +96,7 @@ def _show(args: EvaluateArguments, loaded: "ModelAndPairs") -> None:
     metrics = _measure(args, loaded)
     print_metrics({args.adapter or args.model_name_or_path: metrics})
     if args.output_file is not None:
-        Path(args.output_file).write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+        Path(args.output_file).write_text(json.dumps(metrics, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def run(args: Sequence[str] | None = None, prog: str = "hf-infcl evaluate") -> int:

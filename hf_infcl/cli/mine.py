@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_infcl.cli.arguments import EmbeddingArguments, check_counts
+from hf_infcl.cli.arguments import EmbeddingArguments, check_choice, check_counts
 
 if TYPE_CHECKING:
     from hf_infcl.cli.embedding import ModelAndPairs
@@ -21,7 +21,7 @@ class MineArguments(EmbeddingArguments):
 
     Args: those of `EmbeddingArguments`, and
         output_dir (`str`): folder to write to: a folder of parquet files for each direction, `report.json`, a README
-            and `index.html`, a page of pictures.
+            and `index.html`, a page of pictures. A new one, or one that an earlier run wrote, whose files are replaced.
         dataset_train_split (`str`, defaults to `"train"`): split to mine.
         max_train_samples (`int`, *optional*): mine the first so many rows only.
         direction (`str`, defaults to `"both"`): `image_to_text` (captions are the negatives), `text_to_image`, `both`.
@@ -60,13 +60,22 @@ class MineArguments(EmbeddingArguments):
     page_examples: int = field(default=50, metadata={"help": "Pairs of each direction on the page; 0: no page."})
 
     def __post_init__(self) -> None:
+        from hf_infcl.evaluation.mining import DIRECTIONS, check_mining_options
+        from hf_infcl.evaluation.mining_output import directions_of
+
         super().__post_init__()
         check_counts(self, "max_train_samples")
+        check_counts(self, "page_examples", least=0)
+        check_choice(self, "direction", (*DIRECTIONS, "both"))
+        for direction in directions_of(self.direction):
+            check_mining_options(direction, **_options(self))
 
 
 def _options(args: MineArguments) -> dict[str, Any]:
-    names = ("num_negatives", "range_min", "range_max", "absolute_margin", "relative_margin", "max_score")
-    return {name: getattr(args, name) for name in names}
+    ranks = ("num_negatives", "range_min", "range_max")
+    return {
+        name: getattr(args, name) for name in (*ranks, "absolute_margin", "relative_margin", "min_score", "max_score")
+    }
 
 
 def main(args: MineArguments) -> dict[str, dict[str, float]]:
@@ -83,17 +92,19 @@ def main(args: MineArguments) -> dict[str, dict[str, float]]:
 
 def _prepare(args: MineArguments) -> tuple[MineArguments, "ModelAndPairs"]:
     from hf_infcl.cli.embedding import load_pairs
-    from hf_infcl.evaluation.mining import check_mining_options
-    from hf_infcl.evaluation.mining_output import directions_of
+    from hf_infcl.evaluation.mining import check_enough_candidates
+    from hf_infcl.evaluation.mining_folder import check_folder
 
-    for direction in directions_of(args.direction):
-        check_mining_options(direction, **_options(args))
-    return args, load_pairs(args, split=args.dataset_train_split, max_samples=args.max_train_samples)
+    check_folder(args.output_dir)
+    loaded = load_pairs(args, split=args.dataset_train_split, max_samples=args.max_train_samples)
+    check_enough_candidates(len(loaded.pairs), args.num_negatives, args.range_min)
+    return args, loaded
 
 
 def _mine(args: MineArguments, loaded: "ModelAndPairs") -> dict[str, dict[str, float]]:
     from hf_infcl.cli.embedding import embed
     from hf_infcl.evaluation import mine_hard_negatives
+    from hf_infcl.evaluation.mining_folder import clear_folder
     from hf_infcl.evaluation.mining_output import directions_of, write_dataset, write_description, write_page
 
     embedded = embed(loaded)
@@ -103,7 +114,6 @@ def _mine(args: MineArguments, loaded: "ModelAndPairs") -> dict[str, dict[str, f
             embedded.text_embeds,
             embedded.ids,
             direction=direction,
-            min_score=args.min_score,
             **_options(args),
         )
         for direction in directions_of(args.direction)
@@ -111,11 +121,12 @@ def _mine(args: MineArguments, loaded: "ModelAndPairs") -> dict[str, dict[str, f
     reports = {direction: found.report for direction, found in mined.items()}
     settings = {name: value for name, value in asdict(args).items() if value is not None and name != "output_dir"}
     folder = Path(args.output_dir)
+    clear_folder(folder)
     for direction, found in mined.items():
         write_dataset(embedded.pairs, found, direction, folder / direction)
-    write_description(reports, settings, folder)
     if args.page_examples:
         write_page(embedded.pairs, mined, settings, folder / "index.html", examples=args.page_examples)
+    write_description(reports, settings, folder)
     return reports
 
 
@@ -124,6 +135,9 @@ def _show(args: MineArguments, loaded: "ModelAndPairs") -> None:
         found = f"{report['pairs_with_negatives']} of {report['pairs']} pairs, {report['candidates']} candidates"
         scores = f"{report['mean_hardest_score']:.3f} against {report['mean_positive_score']:.3f} of the positive"
         print(f"{direction.replace('_', ' ')}: {found}; mean score of the hardest {scores}")
+        if without := int(report["pairs_without"]):
+            left = "pair is" if without == 1 else "pairs are"
+            print(f"  {without} {left} not written: fewer than num_negatives {args.num_negatives} are left for them")
     print(f"\nWritten to {args.output_dir}:")
     for name, what in _files(args):
         print(f"  {name:16} {what}")

@@ -1,5 +1,6 @@
 """Hard negatives of a data set: for every pair, the wrong captions (or pictures) that a model ranks highest."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,10 @@ class MinedNegatives:
     report: dict[str, float]
 
 
+class NothingMinedError(ValueError):
+    """Not one pair has as many negatives as were asked for; the message says what to lower."""
+
+
 def _first_rows(labels: Tensor) -> tuple[Tensor, Tensor]:
     """Number of each row's label, and the first row of every label."""
     distinct, numbers = labels.unique(return_inverse=True)
@@ -47,6 +52,7 @@ def check_mining_options(
     range_max: int | None,
     absolute_margin: float | None,
     relative_margin: float | None,
+    min_score: float | None,
     max_score: float | None,
 ) -> Limits:
     """Refuses options of `mine_hard_negatives` that make no sense, before anything is embedded.
@@ -67,7 +73,30 @@ def check_mining_options(
                 f"range_max must leave room for num_negatives after range_min, got {range_max} for {range_min} + "
                 f"{num_negatives}"
             )
+    if min_score is not None and not math.isfinite(min_score):
+        raise ValueError(f"min_score must be a finite number, got {min_score}")
+    if min_score is not None and max_score is not None and min_score > max_score:
+        raise ValueError(f"min_score must not be above max_score, got {min_score} and {max_score}")
     return checks.limits(absolute_margin, relative_margin, max_score)
+
+
+def check_enough_candidates(candidates: int, num_negatives: int, range_min: int) -> None:
+    """Refuses to look for more negatives than there are: of all candidates at least one is the pair's own.
+
+    Args:
+        candidates: how many there are at most, such as the pairs of a data set.
+        num_negatives, range_min: see `mine_hard_negatives`.
+
+    Raises:
+        ValueError: says how many there can be.
+    """
+    if range_min + num_negatives >= candidates:
+        after = f" after range_min {range_min}" if range_min else ""
+        raise ValueError(
+            f"num_negatives is {num_negatives}{after}, but {candidates} candidate{'s' * (candidates != 1)} leave a "
+            f"pair {candidates - 1} negative{'s' * (candidates != 2)} at most; lower num_negatives"
+            + (" or range_min" if range_min else "")
+        )
 
 
 @torch.no_grad()
@@ -112,6 +141,7 @@ def mine_hard_negatives(
 
     Raises:
         ValueError: an argument of the wrong shape or value, named in the message.
+        NothingMinedError: no pair has ``num_negatives`` negatives; a ValueError too.
 
     Example:
         >>> images, texts = torch.eye(4), torch.eye(4) + 0.1
@@ -123,7 +153,7 @@ def mine_hard_negatives(
     checks.check_pairs(image_embeds, text_embeds)
     checks.check_options(block_size=block_size, backend=backend, precision=precision)
     limits = check_mining_options(
-        direction, num_negatives, range_min, range_max, absolute_margin, relative_margin, max_score
+        direction, num_negatives, range_min, range_max, absolute_margin, relative_margin, min_score, max_score
     )
     range_max = range_min + num_negatives if range_max is None else range_max
     known = checks.check_ids("ids", ids, image_embeds)
@@ -157,6 +187,19 @@ def mine_hard_negatives(
     if min_score is not None:
         usable &= scores >= min_score
     enough = usable.sum(1) >= num_negatives
+    if not enough.any():
+        given = {
+            "range_min": range_min or None,
+            "absolute_margin": absolute_margin,
+            "relative_margin": relative_margin,
+            "min_score": min_score,
+        }
+        lower = ["num_negatives", *(name for name, value in given.items() if value is not None)]
+        raise NothingMinedError(
+            f"{direction}: none of the {len(anchors)} pairs has {num_negatives} negatives among "
+            f"{len(other_rows)} distinct candidates; lower {' or '.join(lower)}"
+            + ("" if max_score is None else ", or raise max_score")
+        )
     chosen = usable & (usable.cumsum(1) <= num_negatives)
     rows = enough.nonzero().squeeze(1)
     places = chosen[rows].nonzero()[:, 1].reshape(-1, num_negatives)

@@ -11,6 +11,7 @@ from datasets import Dataset, Features, Image, List, Value
 from jinja2 import Environment, PackageLoader
 
 from hf_infcl.evaluation.mining import MinedNegatives
+from hf_infcl.evaluation.mining_folder import REPORT_NAME, own_files
 
 _SHARD_ROWS = 2000  # rows decoded at once
 _THUMBNAIL = 112  # pixels of a picture's longer side on the page
@@ -55,7 +56,9 @@ def write_dataset(pairs: Any, mined: MinedNegatives, direction: str, folder: str
 
 
 def write_description(reports: dict[str, dict[str, float]], settings: dict[str, Any], folder: str | Path) -> None:
-    """Writes ``report.json``, and the README by which `datasets.load_dataset` finds each direction as a configuration.
+    """Writes the README by which `datasets.load_dataset` finds each direction as a configuration, and ``report.json``.
+
+    The report names every file of the folder, so that a later run knows which it may replace: it comes last.
 
     Args:
         reports: by direction, the report of `mine_hard_negatives`.
@@ -63,10 +66,10 @@ def write_description(reports: dict[str, dict[str, float]], settings: dict[str, 
         folder: of the data set.
     """
     folder = Path(folder)
-    report = {"settings": settings, **reports}
-    (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     text = _environment().get_template("mined_readme.md.j2").render(reports=reports, settings=settings)
     (folder / "README.md").write_text(text, encoding="utf-8")
+    report = {"settings": settings, **reports, "files": sorted({*own_files(folder), REPORT_NAME})}
+    (folder / REPORT_NAME).write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def write_page(

@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -35,7 +36,10 @@ class DualEncoderPeftModel(PeftModel):
 
     def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         base_temperature = _read_temperature(model)
-        super().__init__(model, *args, **kwargs)
+        with warnings.catch_warnings():
+            # PEFT asks for gradient checkpointing by the name that transformers is about to drop.
+            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+            super().__init__(model, *args, **kwargs)
         self._base_temperature = base_temperature
         self._temperatures: dict[str, dict[str, Tensor]] = {}
 
@@ -170,7 +174,7 @@ def _set_base(config_file: Path, base_model_id: str | None) -> None:
         _say_that_base_is_local()
         name = None
     config["base_model_name_or_path"] = name or None
-    config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    config_file.write_text(json.dumps(config, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
 @cache  # once, not at every checkpoint

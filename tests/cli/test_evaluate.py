@@ -32,6 +32,32 @@ def test_the_figures_are_the_trainers(tmp_path, batch_size, capsys):
     assert "mean_recall@10" not in got
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--ks", "0"], "ks is [0]; expected integers of at least 1"),
+        (["--dataloader_num_workers", "-1"], "dataloader_num_workers is -1; expected at least 0"),
+        (["--dtype", "float8"], "dtype is 'float8'; expected one of auto, float32, bfloat16, float16"),
+        (["--output_file", "."], "output_file '.' is a folder"),
+    ],
+)
+def test_a_bad_option_is_one_line_before_a_model_is_looked_for(capsys, options, said):
+    given = ["--model_name_or_path", "no/such-model", "--dataset_name", "sample:photo:4"]
+    assert main(["evaluate", *given, *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+@pytest.mark.parametrize("content", ["the user's own", '{"name": "pairs"}', "[1]"])
+def test_a_file_that_holds_no_metrics_is_left_alone(tmp_path, capsys, content):
+    file = tmp_path / "notes"
+    file.write_text(content)
+    given = ["--model_name_or_path", "no/such-model", "--dataset_name", "sample:photo:4"]
+    assert main(["evaluate", *given, "--output_file", str(file)]) == 2
+    assert "exists and holds no metrics of evaluate" in capsys.readouterr().err
+    assert file.read_text() == content
+
+
 def test_a_table_is_read_as_training_reads_it(tmp_path):
     model = save_tiny("clip", tmp_path / "model")
     lines = ["file_name;caption"]

@@ -7,6 +7,7 @@ import datasets
 import pytest
 
 from hf_infcl.cli import main
+from hf_infcl.data import load_image_text_dataset
 from tests.tiny import save_tiny
 
 
@@ -57,12 +58,49 @@ def test_without_a_page_none_is_named(tmp_path, capsys):
     ("options", "message"),
     [
         (["--num_negatives", "0"], "num_negatives must be an integer >= 1"),
-        (["--direction", "sideways"], "direction must be one of"),
+        (["--num_negatives", "4"], "num_negatives is 4, but 4 candidates leave a pair 3 negatives at most"),
+        (["--min_score", "5"], "none of the 4 pairs has 3 negatives among 4 distinct candidates; lower num_negatives"),
+        (["--direction", "image2text"], "'image2text'; expected one of image_to_text, text_to_image, both"),
+        (["--page_examples", "-1"], "page_examples is -1; expected at least 0"),
+        (["--dtype", "float8"], "dtype is 'float8'; expected one of auto, float32"),
         (["--colour", "red"], "colour"),
     ],
 )
 def test_bad_settings_end_with_status_2(tmp_path, capsys, options, message):
-    model = save_tiny("clip", tmp_path / "model")
-    command = ["mine", "--model_name_or_path", model, "--dataset_name", "sample:photo:4", "--output_dir", str(tmp_path)]
+    model, folder = save_tiny("clip", tmp_path / "model"), tmp_path / "mined"
+    command = ["mine", "--model_name_or_path", model, "--dataset_name", "sample:photo:4", "--output_dir", str(folder)]
     assert main([*command, *options]) == 2
     assert message in capsys.readouterr().err
+    assert not folder.exists()
+
+
+def test_pairs_without_enough_negatives_are_said_and_left_out(tmp_path, capsys):
+    model, folder = save_tiny("clip", tmp_path / "model"), tmp_path / "mined"
+    rows = load_image_text_dataset("sample:photo:8")
+    # The first picture has all captions but the last, which is one negative; the last picture has seven.
+    lines = ["image,caption"] + [f'{row // 7}.png,"{caption}"' for row, caption in enumerate(rows["caption"])]
+    for number in range(2):
+        rows[number]["image"].save(tmp_path / f"{number}.png")
+    table = tmp_path / "pairs.csv"
+    table.write_text("\n".join(lines))
+    command = ["mine", "--model_name_or_path", model, "--dataset_name", str(table), "--output_dir", str(folder)]
+    assert main([*command, "--direction", "image_to_text", "--num_negatives", "2"]) == 0
+    assert "7 pairs are not written: fewer than num_negatives 2 are left for them" in capsys.readouterr().out
+
+
+def test_a_folder_of_the_users_is_left_alone_before_a_model_is_looked_for(tmp_path, capsys):
+    (tmp_path / "README.md").write_text("the user's own")
+    command = ["mine", "--model_name_or_path", "no/such-model", "--dataset_name", "sample:photo:4"]
+    assert main([*command, "--output_dir", str(tmp_path)]) == 2
+    assert f"output_dir '{tmp_path}' is not empty and was not written by mine" in capsys.readouterr().err
+    assert (tmp_path / "README.md").read_text() == "the user's own"
+
+
+def test_a_second_run_replaces_all_of_the_first(tmp_path):
+    model, folder = save_tiny("clip", tmp_path / "model"), tmp_path / "mined"
+    command = ["mine", "--model_name_or_path", model, "--dataset_name", "sample:photo:6", "--output_dir", str(folder)]
+    assert main(command) == 0
+    (folder / "notes.txt").write_text("the user's own")
+    assert main([*command, "--direction", "text_to_image", "--page_examples", "0"]) == 0
+    files = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    assert files == ["README.md", "notes.txt", "report.json", "text_to_image/train-00000.parquet"]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_infcl.evaluation import mine_hard_negatives
+from hf_infcl.evaluation.mining import NothingMinedError, check_enough_candidates
 
 
 def dense(images, texts, ids, from_image, take, ceiling=None, least=None, skip=0, most=None):
@@ -68,7 +69,28 @@ def test_equals_the_definition(pairs, direction, options, expected):
 def test_without_ids_every_row_is_a_pair_of_its_own():
     images, texts = torch.eye(4), torch.eye(4) + 0.1
     assert mine_hard_negatives(images, texts, num_negatives=2).negatives.tolist() == [[1, 2], [0, 2], [0, 1], [0, 1]]
-    assert len(mine_hard_negatives(images, texts, num_negatives=4).rows) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        (dict(num_negatives=4), "lower num_negatives$"),
+        (dict(range_min=2), "lower num_negatives or range_min$"),
+        (dict(absolute_margin=9.0, relative_margin=0.1), "lower num_negatives or absolute_margin or relative_margin$"),
+        (dict(min_score=5.0), "lower num_negatives or min_score$"),
+        (dict(max_score=-5.0), "lower num_negatives, or raise max_score$"),
+    ],
+)
+def test_where_no_pair_is_left_it_is_said_what_to_lower(options, advice):
+    with pytest.raises(NothingMinedError, match=f"none of the 4 pairs has . negatives among 4 distinct .*; {advice}"):
+        mine_hard_negatives(torch.eye(4), torch.eye(4), **options)
+
+
+@pytest.mark.parametrize("range_min", [0, 2])
+def test_more_negatives_than_candidates_are_refused_before_anything_is_embedded(range_min):
+    check_enough_candidates(60, 59 - range_min, range_min)
+    with pytest.raises(ValueError, match="60 candidates leave a pair 59 negatives at most; lower num_negatives"):
+        check_enough_candidates(60, 60 - range_min, range_min)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +105,8 @@ def test_without_ids_every_row_is_a_pair_of_its_own():
         (dict(direction="both"), "direction must be one of"),
         (dict(ids=torch.arange(4)), "ids must have two columns"),
         (dict(relative_margin=-1.0), "relative_margin must be at least 0"),
+        (dict(min_score=float("nan")), "min_score must be a finite number, got nan"),
+        (dict(min_score=0.5, max_score=0.4), "min_score must not be above max_score, got 0.5 and 0.4"),
     ],
 )
 def test_bad_arguments_are_named(options, message):
