@@ -5,9 +5,10 @@
 
 The rate counts the floor of four products of 2 N^2 D operations (one forward; recompute, dX and dY backward), whatever
 an implementation really spends. Times are medians over device events, so that launch overhead counts where it shows; a
-million pairs are timed once. Rows that are compared are timed in turn, three rounds of them, and the median round
-counts: a chip that has worked for a minute is slower than one that has rested, and so is a host that has just begun.
-The roof, the rate of one 8192^3 product of the vendor's library, takes part in the rounds like the rest.
+million pairs are timed once. Rows that are compared are timed in turn, in rounds, and the median round counts: a chip
+that has worked for a minute is slower than one that has rested, and a host waits for its threads longer at one time than
+at another. The roof, the rate of one 8192^3 product of the vendor's library, takes part in the rounds like the rest.
+Suites can be run one by one: each replaces its own rows of the results file.
 Memory is the peak beyond inputs and returned gradients. The error is ||gradient - reference|| / max(||reference||,
 0.05 s / sqrt(N)) against float64.
 """
@@ -35,7 +36,9 @@ from torch import Tensor
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCALE = 50.0
 MIB = 2**20
-ROUNDS = 3
+# Rounds, and milliseconds for each implementation in one: small batches are at the mercy of the host.
+ROUNDS, ROUND_MS = 3, 200
+SMALL, SMALL_ROUNDS, SMALL_ROUND_MS = 16_384, 15, 40
 # Beyond this the dense float64 reference is not worth its time.
 LARGEST_REFERENCE = 16_384
 SIZES = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
@@ -228,11 +231,13 @@ def finish(rows: list[dict[str, Any]], steps: Steps, device: str, dtype: torch.d
     roof: dict[str, Any] = {"name": "roof", "operations": 2 * roof_size(device) ** 3}
     everyone: Steps = [(roof, roof_step(device, dtype, tf32)), *steps]
     times: list[list[float]] = [[] for _ in everyone]
-    for _ in range(ROUNDS):
+    is_small = all(row["size"] <= SMALL for row in rows)
+    rounds, budget = (SMALL_ROUNDS, SMALL_ROUND_MS) if is_small and device == "cuda" else (ROUNDS, ROUND_MS)
+    for _ in range(rounds):
         for of_one, (row, step) in zip(times, everyone, strict=True):
             if "unavailable" not in row:
                 with recorded(row):
-                    of_one.append(median_ms(step, device, 200))
+                    of_one.append(median_ms(step, device, budget))
     for of_one, (row, _) in zip(times, everyone, strict=True):
         if "unavailable" not in row:
             row |= {"ms": statistics.median(of_one), "rounds_ms": of_one}
@@ -258,7 +263,7 @@ def line(row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    suites = ("sizes", "options", "sigmoid", "precision", "large")
+    suites = ("small", "sizes", "options", "sigmoid", "precision", "large")
     parser.add_argument("--suite", nargs="*", default=suites, choices=suites)
     parser.add_argument("--sizes", nargs="*", type=int)
     parser.add_argument("--depths", nargs="*", type=int)
@@ -283,16 +288,18 @@ def main() -> None:
     def known_gradient(loss: str, n: int, d: int) -> tuple[Tensor, Tensor] | None:
         return reference_gradient(loss, *pairs(n, d, DTYPES[half], device)) if n <= LARGEST_REFERENCE else None
 
-    if "sizes" in arguments.suite:
+    for suite in (suite for suite in ("small", "sizes") if suite in arguments.suite):
         depths = arguments.depths or ([512, 768, 1024] if on_gpu else [64])
         for d, n in itertools.product(depths, arguments.sizes or (SIZES if on_gpu else [128, 256, 512])):
             if not arguments.sizes and d != depths[0] and n not in SIZES_OF_OTHER_DEPTHS:
+                continue
+            if (n <= SMALL) != (suite == "small"):
                 continue
             known, group = known_gradient("contrastive", n, d), []
             for name in arguments.names or peers.CONTRASTIVE:
                 if (name, n) not in TOO_SLOW:
                     make = functools.partial(peers.contrastive, name)
-                    attempt(group, steps, labels("sizes", name, n, d), make, n=n, d=d, reference=known, **common)
+                    attempt(group, steps, labels(suite, name, n, d), make, n=n, d=d, reference=known, **common)
             finish(group, steps, device, DTYPES[half])
             rows += group
         write(rows, found, Path(arguments.out))
@@ -357,12 +364,17 @@ def environment() -> dict[str, str]:
 
 
 def write(rows: list[dict[str, Any]], found: dict[str, str], folder: Path) -> None:
-    """The results file of this device, and a plot of time over size."""
+    """The results file of this device, with the rows of suites that did not run now, and a plot of time over size."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = "loss_" + found["device"].lower().replace(" ", "_")
-    (folder / f"{stem}.json").write_text(json.dumps({"environment": found, "rows": rows}, indent=1) + "\n")
-    plot([row for row in rows if row["suite"] == "sizes" and "ms" in row], folder / f"{stem}.png")
-    print("written:", folder / f"{stem}.json")
+    path, suites = folder / f"{stem}.json", {row["suite"] for row in rows}
+    if path.exists():
+        before = json.loads(path.read_text())
+        if before["environment"] == found:
+            rows = [row for row in before["rows"] if row["suite"] not in suites] + rows
+    path.write_text(json.dumps({"environment": found, "rows": rows}, indent=1) + "\n")
+    plot([row for row in rows if row["suite"] in ("small", "sizes") and "ms" in row], folder / f"{stem}.png")
+    print("written:", path)
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:

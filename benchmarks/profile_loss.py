@@ -133,8 +133,10 @@ def host(n: int, d: int) -> dict[str, Any]:
     step = step_of(n, d, "")
     plain = launch.launch
 
-    def launched_by_triton(kernel: Any, device: Any, programs: int, values: Any, constants: Any, *more: int) -> None:
-        kernel[(programs,)](*values, *constants, num_warps=more[0], num_stages=more[1])
+    def launched_by_triton(
+        kernel: Any, device: Any, programs: int, values: Any, constants: Any, warps: int, stages: int
+    ) -> None:
+        kernel[(programs,)](*values, *constants, num_warps=warps, num_stages=stages)
 
     def by_triton() -> None:
         launch.launch = whole.launch = launched_by_triton
@@ -168,9 +170,9 @@ def host(n: int, d: int) -> dict[str, Any]:
         "replayed from a CUDA graph": graph.replay,
     }
     times: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(bench.ROUNDS):
+    for _ in range(bench.SMALL_ROUNDS):
         for name, variant in variants.items():
-            times[name].append(bench.median_ms(variant, "cuda", 150))
+            times[name].append(bench.median_ms(variant, "cuda", bench.SMALL_ROUND_MS))
     medians = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
     print(f"N={n:<6} " + ", ".join(f"{name} {ms:.3f} ms" for name, ms in medians.items()), flush=True)
     return {"n": n, "d": d, "ms": medians}

@@ -88,17 +88,28 @@ def test_a_frozen_side_gets_the_scale_the_same_gradient(backend, block_size):
         torch.testing.assert_close(gradient, gradients[0], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("block_size", [64, 48])
-@pytest.mark.parametrize("duplicates", ["mask", "positive"])
-@pytest.mark.parametrize("precision", ["ieee", "tf32"])
-def test_chunks_with_ids_match_float64(block_size, duplicates, precision):
-    """Chunks that begin on the map's cells and such that do not; both ways of leaving few tiles to a second launch."""
+@pytest.mark.parametrize(
+    ("precision", "block_size", "copies", "options"),
+    [
+        ("tf32", 64, "few", {}),
+        ("tf32", 48, "few", {"label_smoothing": 0.1}),
+        ("tf32", 64, "many", {}),
+        ("tf32", 48, "many", {"duplicates": "positive", "label_smoothing": 0.1}),
+        ("ieee", 48, "few", {}),
+        ("ieee", 64, "many", {"duplicates": "positive", "label_smoothing": 0.1}),
+    ],
+)
+def test_chunks_with_ids_match_float64(precision, block_size, copies, options):
+    """Chunks that begin on the map's cells and such that do not; copies that the map lists, and that are compared."""
     n = 150
     tolerance = 5e-3 if precision == "tf32" and DEVICE == "cuda" else None
+    ids = torch.randint(0, 120, (n, 2))
+    if copies == "few":
+        ids = torch.arange(2 * n).view(n, 2)
+        ids[[3, 149, 70, 71], [0, 1, 0, 1]] = ids[[100, 5, 10, 20], [0, 1, 0, 1]]  # the last two meet in one cell
     compare(
-        *pairs("trained", n, 16), 20.0, device=DEVICE, backend="triton", ids=torch.randint(0, 120, (n, 2)),
-        duplicates=duplicates, label_smoothing=0.1, block_size=block_size, precision=precision,
-        tolerance=tolerance, value_tolerance=tolerance or 1e-5,
+        *pairs("trained", n, 16), 2.0, device=DEVICE, backend="triton", ids=ids, block_size=block_size,
+        precision=precision, tolerance=tolerance, value_tolerance=tolerance or 1e-5, **options,
     )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ _COLUMNS_PER_NEGATIVE = 16  # with fewer, nearly all pass anyway
 # Three programs of 128 threads share a multiprocessor's 65,536 registers, so that two selections overlap with one
 # product; the compiler spills 24 bytes at k = 8 and 272 at k = 32 for it. At k = 64 it would spill too much.
 _REGISTERS = 168
+_LINK_STEP, _LINK_WARPS = 8, 4  # rows that a program of the backward gathers at a time
 
 
 def chunk_shape(device: torch.device, block_size: int | None) -> tuple[int, int]:
@@ -240,7 +241,7 @@ def link_gradient(
             shares=shares,
             GATHER=from_target is not None,
             SCATTER=from_source is not None,
-            STEP=8,
+            STEP=_LINK_STEP,
             BLOCK_D=block_d,
-            num_warps=4,
+            num_warps=_LINK_WARPS,
         )  # fmt: skip
