@@ -68,7 +68,7 @@ def inf_cl() -> Loss:
         raise Unavailable("inf-cl needs a CUDA device")
     from inf_cl import cal_flash_loss  # its ring needs a process group; for one process it has this
 
-    return lambda x, y, s: (cal_flash_loss(x, y, scale=s) + cal_flash_loss(y, x, scale=s)) / 2
+    return lambda x, y, s: (cal_flash_loss(x, y, scale=s) + cal_flash_loss(y, x, scale=s)).mean() / 2
 
 
 def contrastive(name: str) -> Loss:
