@@ -20,13 +20,13 @@ class Mismatch(Exception):
 
 
 def type_name(kind: Any) -> str:
-    """A type in the words of an error message: `list[str]`, `float or none`, `"no", "steps" or "epoch"`."""
+    """A type in the words of an error message: `list[str]`, `a number or none`, `one of no, steps, epoch`."""
+    if kind in _NAMES:
+        return _NAMES[kind]
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):
         names = [type_name(part) for part in get_args(kind) if not _is_enum_beside(part, kind)]
         return " or ".join(dict.fromkeys(names))
-    if kind is type(None):
-        return "none"
     if origin is Literal:
         return _one_of(get_args(kind))
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
@@ -162,4 +162,11 @@ def _dict(value: Any) -> dict[str, Any]:
     return _untyped(value)
 
 
+_NAMES: dict[Any, str] = {
+    type(None): "none",
+    bool: _one_of((*_TRUE, *_FALSE)),
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+}
 _SCALARS: dict[Any, Any] = {bool: _bool, int: _int, float: _float, str: str}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_infcl.cli.arguments import EmbeddingArguments, check_counts
+from hf_infcl.cli.arguments import AUTO_SPLIT, EmbeddingArguments, check_counts
 
 if TYPE_CHECKING:
     from hf_infcl.cli.embedding import ModelAndPairs
@@ -21,7 +21,7 @@ class EvaluateArguments(EmbeddingArguments):
     """What is measured, and on what.
 
     Args: those of `EmbeddingArguments`, and
-        dataset_test_split (`str`, defaults to `"test"`): split to measure on.
+        dataset_test_split (`str`, defaults to `"test"`): split to measure on; `auto`, in recipes of `train`, is `test`.
         max_eval_samples (`int`, *optional*): measure on the first so many rows.
         ks (`list[int]`, defaults to 1 5 10): the k of recall@k.
         output_file (`str`, *optional*): JSON file to write the metrics to.
@@ -38,6 +38,8 @@ class EvaluateArguments(EmbeddingArguments):
         super().__post_init__()
         check_counts(self, "max_eval_samples")
         check_ks(self.ks)
+        if self.dataset_test_split == AUTO_SPLIT:
+            self.dataset_test_split = "test"
         if self.output_file is not None:
             _check_output_file(Path(self.output_file))
 
@@ -106,10 +108,14 @@ def run(args: Sequence[str] | None = None, prog: str = "hf-infcl evaluate") -> i
         The exit status: 2 where command line, model or data cannot be used, else 0.
     """
     from hf_infcl.cli.errors import run_command
-    from hf_infcl.cli.parser import RecipeParser
+    from hf_infcl.cli.parser import OtherCommand, RecipeParser
+    from hf_infcl.cli.train import recipe_fields
+
+    note = "model_name_or_path is what is measured: name the outcome of a training by --adapter or --model_name_or_path"
+    train = OtherCommand("train", recipe_fields, note=note)
 
     def prepare() -> tuple[EvaluateArguments, "ModelAndPairs"]:
-        (parsed,) = RecipeParser([EvaluateArguments], prog=prog, epilog=_EXAMPLE).parse(args)
+        (parsed,) = RecipeParser([EvaluateArguments], recipes_of=train, prog=prog, epilog=_EXAMPLE).parse(args)
         if parsed.output_file is not None:
             Path(parsed.output_file).parent.mkdir(parents=True, exist_ok=True)
         return _prepare(parsed)

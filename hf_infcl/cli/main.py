@@ -1,5 +1,6 @@
 """Entry point of the `hf-infcl` command."""
 
+import difflib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -41,6 +42,8 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
     command, rest = args[0], args[1:]
     if command not in COMMANDS:
-        print(f"hf-infcl: unknown command {command!r}\n\n{_usage()}", file=sys.stderr)
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        print(f"hf-infcl: unknown command {command!r}{hint}\n\n{_usage()}", file=sys.stderr)
         return 2
     return import_module(f"hf_infcl.cli.{command}").run(rest)

@@ -162,10 +162,14 @@ def run(args: Sequence[str] | None = None, prog: str = "hf-infcl mine") -> int:
         The exit status: 2 where command line, model or data cannot be used, else 0.
     """
     from hf_infcl.cli.errors import run_command
-    from hf_infcl.cli.parser import RecipeParser
+    from hf_infcl.cli.parser import OtherCommand, RecipeParser
+    from hf_infcl.cli.train import recipe_fields
+
+    # The folder that a recipe of train names is the model's.
+    train = OtherCommand("train", recipe_fields, means_otherwise=("output_dir",))
 
     def prepare() -> tuple[MineArguments, "ModelAndPairs"]:
-        (parsed,) = RecipeParser([MineArguments], prog=prog, epilog=_EXAMPLE).parse(args)
+        (parsed,) = RecipeParser([MineArguments], recipes_of=train, prog=prog, epilog=_EXAMPLE).parse(args)
         return _prepare(parsed)
 
     return run_command(prog, prepare, _show)

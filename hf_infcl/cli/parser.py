@@ -3,8 +3,10 @@
 import argparse
 import copy
 import dataclasses
+import logging
+import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
@@ -13,6 +15,28 @@ from transformers import HfArgumentParser
 
 from hf_infcl.cli.coerce import Mismatch, coerce, type_name
 from hf_infcl.cli.recipe import RecipeError, read_recipe
+
+logger = logging.getLogger(__name__)
+
+# What pairs are recognised by elsewhere; the nearest field would be a column of something else.
+_IDS = ("id_column", "image_id_column", "caption_id_column", "text_id_column")
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherCommand:
+    """A command whose recipes another one reads too.
+
+    Args:
+        name: of the command.
+        fields: gives the names of all its fields; called only where a recipe has a field that is unknown otherwise.
+        means_otherwise: fields that both have, and that say something else there.
+        note: what else is said of such a recipe.
+    """
+
+    name: str
+    fields: Callable[[], Collection[str]]
+    means_otherwise: Collection[str] = ()
+    note: str = ""
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -34,6 +58,7 @@ class RecipeParser(HfArgumentParser):
         dataclass_types: the dataclasses to fill, in the order in which `parse` returns them.
         sections: a heading of the help, and the fields below it; by default all of them stand below one.
         rare: fields that only `--help-all` shows.
+        recipes_of: whose recipes are read too, where that is another command: their fields are left aside.
         kwargs: passed to `argparse.ArgumentParser`.
 
     Example:
@@ -52,9 +77,10 @@ class RecipeParser(HfArgumentParser):
         *,
         sections: Mapping[str, Iterable[str]] | None = None,
         rare: Iterable[str] = (),
+        recipes_of: OtherCommand | None = None,
         **kwargs: Any,
     ) -> None:
-        self._kinds, self._rare = list(dataclass_types), set(rare)
+        self._kinds, self._rare, self._other = list(dataclass_types), set(rare), recipes_of
         fields = {field.name: field for kind in self._kinds for field in dataclasses.fields(kind) if field.init}
         hints = {name: hint for kind in self._kinds for name, hint in get_type_hints(kind).items()}
         self._types = {name: hints[name] for name in fields}
@@ -97,8 +123,9 @@ class RecipeParser(HfArgumentParser):
             raise SystemExit(0)
         given = self._command_line(args)
         recipe = given.pop("config", None)
-        values = {**(self._recipe(Path(recipe)) if recipe else {}), **given}
-        return tuple(self._build(kind, values) for kind in self._kinds)
+        values, places = self._recipe(Path(recipe)) if recipe else ({}, {})
+        places = {name: place for name, place in places.items() if name not in given}
+        return tuple(self._build(kind, {**values, **given}, places) for kind in self._kinds)
 
     def error(self, message: str) -> NoReturn:
         """Raises instead of printing the usage: two hundred options would bury the message."""
@@ -122,7 +149,8 @@ class RecipeParser(HfArgumentParser):
             raise RecipeError(f"{unknown[0]!r} belongs to no option; options are written --name value")
         return vars(namespace)
 
-    def _recipe(self, path: Path) -> dict[str, Any]:
+    def _recipe(self, path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+        """The fields of a recipe, and where each of them stands."""
         try:
             content, lines = read_recipe(path.read_text(encoding="utf-8"))
         except RecipeError as error:
@@ -132,14 +160,29 @@ class RecipeParser(HfArgumentParser):
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise RecipeError(f"{path} is not valid YAML: {error}") from error
         if content is None:
-            return {}
+            return {}, {}
         if not isinstance(content, dict):
             raise RecipeError(f"{path} holds a {type(content).__name__}; expected a mapping of field names to values")
+        if self._other is not None and not content.keys() <= self._types.keys():
+            content = self._without_the_others(content, path)
         # A key that a merge brought in stands elsewhere.
-        return {
-            name: self._checked(name, value, f"{path}, line {lines[name]}" if name in lines else str(path))
-            for name, value in content.items()
-        }
+        places = {name: f"{path}, line {lines[name]}" if name in lines else str(path) for name in content}
+        return {name: self._checked(name, value, places[name]) for name, value in content.items()}, places
+
+    def _without_the_others(self, content: dict[str, Any], path: Path) -> dict[str, Any]:
+        assert self._other is not None
+        theirs = self._other.fields()
+        aside = [name for name in content if name in theirs and name not in self._types]
+        if aside:
+            aside += [name for name in content if name in self._other.means_otherwise]
+            logger.warning(
+                "%s is a recipe of %s, whose own fields are left aside here: %s%s",
+                path,
+                self._other.name,
+                ", ".join(aside),
+                self._other.note and f"; {self._other.note}",
+            )
+        return {name: value for name, value in content.items() if name not in aside}
 
     def _checked(self, name: Any, value: Any, where: str) -> Any:
         if name not in self._types:
@@ -148,15 +191,18 @@ class RecipeParser(HfArgumentParser):
         try:
             return coerce(value, kind)
         except Mismatch:
-            raise RecipeError(f"{where}: field {name!r} is {value!r}; expected {type_name(kind)}") from None
+            found = "empty" if value is None else repr(value)
+            raise RecipeError(f"{where}: field {name!r} is {found}; expected {type_name(kind)}") from None
 
     def _nearest(self, name: str, prefix: str = "") -> str:
+        if name.replace("-", "_") in _IDS:
+            return "; there is none: pairs get their ids from the content of their pictures and captions"
         from hf_infcl.trainer.naming import nearest_field  # brings torch along: only where something is misspelt
 
         near = nearest_field(name, self._types)
         return f"; did you mean {prefix}{near}?" if near else ""
 
-    def _build(self, kind: type, values: dict[str, Any]) -> Any:
+    def _build(self, kind: type, values: dict[str, Any], places: dict[str, str]) -> Any:
         fields = [field for field in dataclasses.fields(kind) if field.init]
         for field in fields:
             required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
@@ -166,4 +212,5 @@ class RecipeParser(HfArgumentParser):
             return kind(**{field.name: values[field.name] for field in fields if field.name in values})
         # What the dataclass itself refuses, and what the classes refuse that it makes of its dictionaries.
         except (ValueError, TypeError) as error:
-            raise RecipeError(str(error)) from error
+            named = next((word for word in re.findall(r"\w+", str(error)) if word in places), None)
+            raise RecipeError(f"{places[named]}: {error}" if named else str(error)) from error

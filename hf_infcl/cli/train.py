@@ -53,6 +53,16 @@ def make_parser(prog: str | None = None) -> "RecipeParser":
     )
 
 
+def recipe_fields() -> set[str]:
+    """The names that a recipe of this command may have."""
+    from hf_infcl.cli.arguments import ModelArguments, ScriptArguments
+    from hf_infcl.trainer import InfCLConfig
+
+    return {
+        entry.name for kind in (ScriptArguments, InfCLConfig, ModelArguments) for entry in fields(kind) if entry.init
+    }
+
+
 def main(
     script_args: "ScriptArguments", training_args: "InfCLConfig", model_args: "ModelArguments"
 ) -> dict[str, float]:

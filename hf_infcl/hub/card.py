@@ -1,5 +1,6 @@
 """The model card of a run: a README.md made of what is known about it."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -11,7 +12,10 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from hf_infcl.hub.adapters import is_hub_id
 
+logger = logging.getLogger(__name__)
+
 CARD_NAME = "README.md"
+_TAG = "hf_infcl"
 DIRECTIONS = {"image_to_text": "image to text", "text_to_image": "text to image"}
 _TEMPLATE = Path(__file__).with_name("card_template.md.j2")
 
@@ -98,6 +102,7 @@ def write_model_card(facts: RunFacts | Mapping[str, Any], path: str | Path) -> P
     """Writes the model card of a run.
 
     The front matter names the base model and the data set only where they are Hub ids, never a path of this machine.
+    A file in its place that is no card of this package stays, and the card is written beside it, with a notice.
 
     Args:
         facts: a `RunFacts`, or a mapping with the names of its fields.
@@ -117,6 +122,10 @@ def write_model_card(facts: RunFacts | Mapping[str, Any], path: str | Path) -> P
     if path.suffix != ".md":
         path = path / CARD_NAME
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not _is_ours(path):
+        beside = path.with_stem(f"{path.stem}-{_TAG}")
+        logger.warning("%s is no card of this package and stays as it is; the card is in %s", path, beside.name)
+        path = beside
     path.write_text(render_model_card(facts), encoding="utf-8")
     return path
 
@@ -140,6 +149,11 @@ def render_model_card(facts: RunFacts | Mapping[str, Any]) -> str:
     return f"---\n{_front_matter(facts, base_id, dataset_id)}\n---\n\n{body.strip()}\n"
 
 
+def _is_ours(card: Path) -> bool:
+    """By the tag in the front matter, which stays where somebody edits the text."""
+    return f"\n- {_TAG}\n" in card.read_text(encoding="utf-8", errors="replace")
+
+
 @cache
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
@@ -153,7 +167,7 @@ def _template() -> jinja2.Template:
 
 
 def _front_matter(facts: RunFacts, base_id: str | None, dataset_id: str | None) -> str:
-    tags = ["hf_infcl", "contrastive", "image-text-retrieval", "generated_from_trainer"]
+    tags = [_TAG, "contrastive", "image-text-retrieval", "generated_from_trainer"]
     tags += ["lora"] if (facts.adapter or {}).get("method") == "LoRA" else []
     tags += [facts.model_type] if facts.model_type else []
     extra: dict[str, Any] = {}

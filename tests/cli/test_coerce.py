@@ -101,6 +101,6 @@ def test_a_value_of_another_kind_is_refused(text, kind):
 
 
 def test_types_are_named_in_words():
-    assert type_name(float | None) == "float or none"
+    assert type_name(float | None) == "a number or none"
     assert type_name(list[str]) == "list[str]"
     assert type_name(IntervalStrategy | str) == "one of no, steps, epoch"

@@ -48,6 +48,20 @@ def test_a_bad_option_is_one_line_before_a_model_is_looked_for(capsys, options, 
     assert said in line
 
 
+def test_a_recipe_of_train_says_where_the_data_is(tmp_path, caplog):
+    recipe, output = tmp_path / "recipe.yaml", tmp_path / "metrics.json"
+    model = save_tiny("clip", tmp_path / "model")
+    recipe.write_text(
+        f"model_name_or_path: {model}\ndataset_name: sample:photo:8\ndataset_test_split: auto\nmax_eval_samples: 6\n"
+        f"output_dir: {tmp_path / 'trained'}\nlearning_rate: 1e-3\nuse_peft: true\nloss_type: contrastive\n"
+    )
+    assert main(["evaluate", "--config", str(recipe), "--output_file", str(output)]) == 0
+    assert "left aside here: output_dir, learning_rate, use_peft, loss_type; model_name_or_path is" in caplog.text
+    direct = ["--model_name_or_path", model, "--dataset_name", "sample:photo:8", "--max_eval_samples", "6"]
+    assert main(["evaluate", *direct, "--output_file", str(tmp_path / "direct.json")]) == 0
+    assert json.loads(output.read_text()) == json.loads((tmp_path / "direct.json").read_text())
+
+
 @pytest.mark.parametrize("content", ["the user's own", '{"name": "pairs"}', "[1]"])
 def test_a_file_that_holds_no_metrics_is_left_alone(tmp_path, capsys, content):
     file = tmp_path / "notes"

@@ -26,7 +26,9 @@ def test_usage_lists_the_commands(args, status, capsys):
 
 def test_an_unknown_command_is_named(capsys):
     assert main(["trian"]) == 2
-    assert "unknown command 'trian'" in capsys.readouterr().err
+    assert "unknown command 'trian'; did you mean train?\n" in capsys.readouterr().err
+    assert main(["zzz"]) == 2
+    assert "unknown command 'zzz'\n" in capsys.readouterr().err
 
 
 def test_version(capsys):

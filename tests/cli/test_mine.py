@@ -96,6 +96,15 @@ def test_a_folder_of_the_users_is_left_alone_before_a_model_is_looked_for(tmp_pa
     assert (tmp_path / "README.md").read_text() == "the user's own"
 
 
+def test_the_output_folder_of_a_recipe_of_train_is_not_mines(tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model_name_or_path: a/b\ndataset_name: sample:photo:4\noutput_dir: trained\nlearning_rate: 1e-3\n"
+    )
+    assert main(["mine", "--config", str(recipe)]) == 2
+    assert "output_dir is missing: give --output_dir" in capsys.readouterr().err
+
+
 def test_a_second_run_replaces_all_of_the_first(tmp_path):
     model, folder = save_tiny("clip", tmp_path / "model"), tmp_path / "mined"
     command = ["mine", "--model_name_or_path", model, "--dataset_name", "sample:photo:6", "--output_dir", str(folder)]

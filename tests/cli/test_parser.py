@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 import pytest
 from transformers import TrainingArguments
 
+from hf_infcl import InfCLConfig
 from hf_infcl.cli.arguments import ModelArguments, ScriptArguments
-from hf_infcl.cli.parser import RecipeError, RecipeParser
+from hf_infcl.cli.parser import OtherCommand, RecipeError, RecipeParser
 
 
 @dataclass
@@ -67,10 +68,13 @@ def test_dashes_and_equal_signs_work():
         ("name: a\nsteqs: 3", "unknown field 'steqs'; did you mean steps"),
         ("name: a\nsteps: 3\n# more\nname: b", r"recipe\.yaml: 'name' is given twice, in lines 1 and 4"),
         ("name: a\nzzzzzz: 3", "unknown field 'zzzzzz'$"),
-        ("name: a\nrate: fast", r"line 2: field 'rate' is 'fast'; expected float$"),
-        ("name: a\n# more\nsteps: 2.5", r"line 3: field 'steps' is '2.5'; expected int$"),
-        ("steps: 0x10\nname: a", r"line 1: field 'steps' is '0x10'; expected int$"),
-        ("name: [a]", r"field 'name' is \['a'\]; expected str$"),
+        ("name: a\nrate: fast", r"line 2: field 'rate' is 'fast'; expected a number$"),
+        ("name: a\n# more\nsteps: 2.5", r"line 3: field 'steps' is '2.5'; expected a whole number$"),
+        ("steps: 0x10\nname: a", r"line 1: field 'steps' is '0x10'; expected a whole number$"),
+        ("name: [a]", r"field 'name' is \['a'\]; expected text$"),
+        ("name: a\nrate:", r"line 2: field 'rate' is empty; expected a number$"),
+        ("fast: sure", r"field 'fast' is 'sure'; expected one of true, yes, y, on, 1, t, false, no, n, off, 0, f$"),
+        ("name: a\nid_column: b", "unknown field 'id_column'; there is none: pairs get their ids from the content"),
         ("rate: 1", "name is missing: give --name or put it into the recipe"),
         ("- a\n- b", "holds a list; expected a mapping"),
         ("a: [", "not valid YAML"),
@@ -95,6 +99,35 @@ def test_a_bad_recipe_is_explained(recipe, text, said):
 def test_a_bad_command_line_is_explained(args, said):
     with pytest.raises(RecipeError, match=said):
         parse(*args)
+
+
+def test_what_a_dataclass_refuses_is_found_in_the_recipe(recipe):
+    path = recipe("dataset_name: a\n# more\nmax_train_samples: 0\n")
+    with pytest.raises(RecipeError, match=r"recipe\.yaml, line 3: max_train_samples is 0; expected at least 1"):
+        parse("--config", path, kinds=(ScriptArguments,))
+    with pytest.raises(RecipeError, match="^max_train_samples is -1"):
+        parse("--config", path, "--max_train_samples", "-1", kinds=(ScriptArguments,))
+
+
+def test_a_choice_of_the_training_is_found_in_the_recipe(recipe, tmp_path):
+    path = recipe(f"output_dir: {tmp_path}\nuse_cpu: true\nloss_type: hardnegative\n")
+    with pytest.raises(RecipeError, match=r"recipe\.yaml, line 3: .*loss_type.*hardnegative"):
+        parse("--config", path, kinds=(InfCLConfig,))
+
+
+def test_fields_of_another_commands_recipe_are_left_aside_in_one_line(recipe, caplog):
+    parser = RecipeParser([Plain], recipes_of=OtherCommand("train", lambda: {"seed", "size", "steps"}, ["steps"], "so"))
+    (got,) = parser.parse(["--config", recipe("name: a\nsteps: 3\nsize: large\nseed: 1\n")])
+    assert got == Plain("a")
+    (record,) = caplog.records
+    assert record.getMessage().endswith(
+        "recipe.yaml is a recipe of train, whose own fields are left aside here: size, seed, steps; so"
+    )
+    with pytest.raises(RecipeError, match="unknown field 'color'"):
+        parser.parse(["--config", recipe("name: a\ncolor: red\nsize: large\n")])
+    with pytest.raises(RecipeError, match="unknown option --size"):
+        parser.parse(["--name", "a", "--size", "large"])
+    assert parser.parse(["--config", recipe("name: a\nsteps: 3\n")]) == (Plain("a", steps=3),)
 
 
 def test_an_empty_recipe_changes_nothing(recipe):

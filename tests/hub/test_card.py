@@ -155,6 +155,19 @@ def test_a_whole_model_is_called_one():
     assert "| | this model |\n|---|---:|\n| image to text, recall@1 | 0.250 |" in text
 
 
+def test_a_readme_of_the_users_stays_and_a_card_is_renewed(tmp_path, caplog):
+    (tmp_path / "README.md").write_text("the user's own")
+    for name in ("first", "second"):
+        path = write_model_card({"name": name}, tmp_path)
+        assert path == tmp_path / "README-hf_infcl.md"
+    assert f"{tmp_path / 'README.md'} is no card of this package and stays as it is" in caplog.text
+    assert "# second" in path.read_text()
+    assert (tmp_path / "README.md").read_text() == "the user's own"
+    assert write_model_card({"name": "first"}, tmp_path / "model") == write_model_card(
+        {"name": "second"}, tmp_path / "model"
+    )
+
+
 def test_an_unknown_fact_is_named(tmp_path):
     with pytest.raises(ValueError, match="a card knows no colour"):
         write_model_card({"colour": "red"}, tmp_path)
