@@ -171,7 +171,7 @@ _said: set[int] = set()
 def _say_all_are_used(k: int, most: int) -> None:
     if k not in _said:
         _said.add(k)
-        logger.warning("k = %d is more than the %d negatives that an anchor can have: all of them are used", k, most)
+        logger.info("k = %d is more than the %d negatives that an anchor can have: all of them are used", k, most)
 
 
 def _named(counts: HardNegativeCounts, bank: MemoryBank | None) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hf_infcl.trainer.config import InfCLConfig
 
 _ADAPTER, _MODEL, _INDEX = "adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json"
 _TEMPERATURE = ("base_model.model.logit_scale", "base_model.model.logit_bias")
-_OPTIONS = "contrastive_options.json"
+_OPTIONS, _STARTED = "contrastive_options.json", "run_started"
 # What an adapter's configuration adds to its tensors.
 _ADAPTER_FORMULA = ("lora_alpha", "alpha_pattern", "rank_pattern", "use_rslora", "use_dora", "fan_in_fan_out")
 
@@ -77,6 +78,7 @@ def _check_options(folder: Path, args: InfCLConfig) -> None:
     if not file.is_file():
         return
     saved, now = json.loads(file.read_text()), _options(args)
+    saved.pop(_STARTED, None)
     if saved["memory_bank_size"] != now["memory_bank_size"]:
         raise ValueError(
             f"the checkpoint {str(folder)!r} has memory_bank_size={saved['memory_bank_size']}, this run "
@@ -96,11 +98,34 @@ def _options(args: InfCLConfig) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
-def save_options(folder: str | Path, args: InfCLConfig) -> None:
-    """Notes the options that `check_checkpoint` compares."""
+def save_options(folder: str | Path, args: InfCLConfig, started: float) -> None:
+    """Notes the options that `check_checkpoint` compares, and when the run began, for `newest_checkpoint`."""
     if args.should_save:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        Path(folder, _OPTIONS).write_text(json.dumps(_options(args)) + "\n", encoding="utf-8")
+        noted = {**_options(args), _STARTED: started}
+        Path(folder, _OPTIONS).write_text(json.dumps(noted) + "\n", encoding="utf-8")
+
+
+def newest_checkpoint(output_dir: str | Path) -> str | None:
+    """The last checkpoint of the run that began last in a folder, or None.
+
+    A run that begins anew in the folder of a longer one leaves that one's checkpoints, of later steps, beside its own.
+
+    Args:
+        output_dir: the folder of the runs; it need not exist.
+    """
+    found = [
+        (_started(folder), int(number[1]), str(folder))
+        for folder in Path(output_dir).glob("checkpoint-*")
+        if (number := re.fullmatch(r"checkpoint-(\d+)", folder.name)) and folder.is_dir()
+    ]
+    return max(found)[2] if found else None
+
+
+def _started(folder: Path) -> float:
+    """When the run of a checkpoint began, in seconds since 1970; 0 where it is not noted."""
+    file = folder / _OPTIONS
+    return json.loads(file.read_text()).get(_STARTED, 0.0) if file.is_file() else 0.0
 
 
 def _check_weights(folder: Path, model: nn.Module) -> None:

@@ -69,7 +69,10 @@ def check_agreement(name: str, value: object) -> None:
 def check_arguments(args: TrainingArguments) -> None:
     """Options of transformers that contradict a loss over the whole batch."""
     if not isinstance(args, InfCLConfig):
-        raise ValueError(f"args must be an InfCLConfig, got {type(args).__name__}")
+        raise ValueError(
+            f"args must be an InfCLConfig, got {type(args).__name__}; use InfCLConfig(...), which takes the same "
+            "arguments"
+        )
     if args.n_gpu > 1:
         raise ValueError(
             f"{args.n_gpu} GPUs are visible to one process, which transformers would use by DataParallel. Start one "
@@ -185,12 +188,38 @@ def check_train_dataset(args: InfCLConfig, dataset: Any, least_rows: int) -> Non
     # The length of a streamed data set is not known, or not to be trusted.
     if dataset is None or not isinstance(dataset, Sized) or isinstance(dataset, torch.utils.data.IterableDataset):
         return
+    if args.batch_sampler == "no_duplicates" and not callable(getattr(dataset, "ids", None)):
+        raise ValueError(
+            "batch_sampler='no_duplicates' needs the ids of all rows beforehand: train_dataset has no method "
+            f"ids(index) (it is a {type(dataset).__name__})"
+        )
     n = len(dataset)
     if n < size:
         raise ValueError(
             f"train_dataset has {n} rows, fewer than one contrastive batch of {size} ({options}). Reduce "
             "per_device_train_batch_size or gradient_accumulation_steps"
         )
+
+
+def check_eval_dataset(dataset: Any, world_size: int) -> None:
+    """That every process has a row to embed.
+
+    Args:
+        dataset: an evaluation set, a dictionary of such, or None.
+        world_size: processes.
+    """
+    if isinstance(dataset, dict):
+        for one in dataset.values():
+            check_eval_dataset(one, world_size)
+    elif isinstance(dataset, Sized) and not isinstance(dataset, torch.utils.data.IterableDataset):
+        n = len(dataset)
+        if n == 0:
+            raise ValueError("the evaluation set has no rows")
+        if n < world_size:
+            raise ValueError(
+                f"the evaluation set has {n} rows, fewer than the {world_size} processes; evaluate on more rows or on "
+                "fewer processes"
+            )
 
 
 def metric_names() -> list[str]:

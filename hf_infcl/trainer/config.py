@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
 from hf_infcl.trainer.hardware import check_bf16, check_device, meets_on_cpu
-from hf_infcl.trainer.naming import suggesting_fields
+from hf_infcl.trainer.naming import suggesting_names
 
 _KIND_NAMES: dict[type, str] = {int: "an integer", float: "a number"}
 LOSS_TYPES = ("contrastive", "hard_negative", "sigmoid")
@@ -19,7 +19,7 @@ DEFAULT_BEST_METRIC = "mean_recall@1"
 _SMALLER_IS_BETTER = ("loss", "median_rank")
 
 
-@suggesting_fields
+@suggesting_names("field")
 @dataclass
 class InfCLConfig(TrainingArguments):
     """Configuration of the `InfCLTrainer`.
@@ -126,6 +126,14 @@ class InfCLConfig(TrainingArguments):
         default=False,
         metadata={
             "help": "Passed to DistributedDataParallel. Unreachable parameters are refused at the start instead."
+        },
+    )
+
+    resume_from_checkpoint: str | None = field(
+        default=None,
+        metadata={
+            "help": "Checkpoint to go on from: a folder, or `last` for the newest in `output_dir`. For the command "
+            "line; in Python, pass it to `trainer.train`, where True means the newest."
         },
     )
 
@@ -273,6 +281,7 @@ class InfCLConfig(TrainingArguments):
     def __post_init__(self) -> None:
         self._read_numbers()
         self._choose_best_metric()
+        self._check_strategies()
         check_bf16(self)
         self.use_cpu = meets_on_cpu(self)
         super().__post_init__()
@@ -321,6 +330,15 @@ class InfCLConfig(TrainingArguments):
             self.metric_for_best_model = DEFAULT_BEST_METRIC
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             self.greater_is_better = not self.metric_for_best_model.endswith(_SMALLER_IS_BETTER)
+
+    def _check_strategies(self) -> None:
+        """As transformers refuses them, in the values that a user writes."""
+        evaluates, saves = (str(getattr(it, "value", it)) for it in (self.eval_strategy, self.save_strategy))
+        if self.load_best_model_at_end and saves not in ("best", evaluates):
+            raise ValueError(
+                "load_best_model_at_end=True needs an evaluation for each checkpoint, but eval_strategy is "
+                f"{evaluates!r} and save_strategy {saves!r}; set both to the same, or save_strategy='best'"
+            )
 
     def _check_own_fields(self) -> None:
         own = {name: entry for name, entry in self.__dataclass_fields__.items() if "choices" in entry.metadata}

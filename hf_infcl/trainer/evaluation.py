@@ -17,6 +17,7 @@ from hf_infcl.ring import World
 from hf_infcl.trainer.accumulation import Embed, Sides, untouched_rng
 from hf_infcl.trainer.config import InfCLConfig
 from hf_infcl.trainer.loaders import pins_memory
+from hf_infcl.trainer.messages import above_the_bars
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ class EvaluatingTrainer(Trainer):
     _sides: Sides
     _eval_loss: nn.Module
 
+    @above_the_bars()
     def evaluation_loop(
         self,
         dataloader: DataLoader,

@@ -1,10 +1,15 @@
 """Devices, precisions and processes that do not go together: refused at the start, in the words of the fields."""
 
+import logging
+import os
+
 import torch
 import torch.distributed as dist
 from accelerate.utils import get_int_from_env
 from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
+
+logger = logging.getLogger(__name__)
 
 # Where torchrun, `accelerate launch` and the flavours of mpirun say how many processes they started.
 _WORLD_SIZES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
@@ -59,4 +64,18 @@ def check_device(args: TrainingArguments) -> None:
             f"{started} processes were started (WORLD_SIZE or the process group says so), but this one would train by "
             "itself, and so would the others, into one output_dir. Start them by `accelerate launch` or `torchrun`; "
             "on CPUs set use_cpu=True (--use_cpu true)"
+        )
+
+
+def warn_of_lone_process() -> None:
+    """Says where `accelerate launch` was asked for several processes and started one, whose batch is a part only.
+
+    It does so without a word wherever it sees no second GPU. How many were asked for it hands on to nobody, only the
+    address at which they would have met.
+    """
+    asked = all(name in os.environ for name in ("ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT"))
+    if asked and launched_processes() == 1 and "LOCAL_RANK" not in os.environ:
+        logger.warning(
+            "accelerate launch was asked for several processes and started one, as it does without several GPUs: the "
+            "contrastive batch is that of one process. Start N of them by: torchrun --nproc_per_node N SCRIPT ..."
         )

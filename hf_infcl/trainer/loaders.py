@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from hf_infcl.data import ImageTextDataset, ImageTextStream
+from hf_infcl.trainer.checks import check_eval_dataset
 from hf_infcl.trainer.config import InfCLConfig
 from hf_infcl.trainer.samplers import ContrastiveBatchSampler, EpochSampler, NoDuplicatesBatchSampler
 
@@ -21,7 +22,7 @@ def as_pairs(dataset: Any, args: InfCLConfig, *, evaluated: bool) -> Any:
     """A table with image and caption columns becomes a data set of pairs; anything else stays what it is.
 
     Args:
-        dataset: a `datasets` table or stream, any other data set, a dictionary of such, or None.
+        dataset: a `datasets` table or stream, a list of rows, any other data set, a dictionary of such, or None.
         args: the configuration.
         evaluated: whether it is for evaluation. A set that is evaluated has to be the same every time, and the usual
             recalls count every caption: where training draws captions, evaluation expands them.
@@ -30,9 +31,9 @@ def as_pairs(dataset: Any, args: InfCLConfig, *, evaluated: bool) -> Any:
 
     if isinstance(dataset, dict):
         return {name: as_pairs(one, args, evaluated=evaluated) for name, one in dataset.items()}
-    if not isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
+    if not is_table(dataset):
         return dataset
-    kind = ImageTextDataset if isinstance(dataset, datasets.Dataset) else ImageTextStream
+    kind = ImageTextStream if isinstance(dataset, datasets.IterableDataset) else ImageTextDataset
     return kind(
         dataset,
         args.image_column,
@@ -42,6 +43,17 @@ def as_pairs(dataset: Any, args: InfCLConfig, *, evaluated: bool) -> Any:
         on_bad_image=args.on_bad_image,
         seed=data_seed(args),
     )
+
+
+def is_table(dataset: Any) -> bool:
+    """Whether a data set, or some of a dictionary of such, has columns to be found and read, and no ids of its own."""
+    import datasets
+
+    if isinstance(dataset, dict):
+        return any(map(is_table, dataset.values()))
+    if isinstance(dataset, list) and dataset:
+        return not (isinstance(dataset[0], dict) and "ids" in dataset[0])
+    return isinstance(dataset, datasets.Dataset | datasets.IterableDataset)
 
 
 def data_seed(args: InfCLConfig) -> int:
@@ -111,18 +123,8 @@ def _batch_sampler(dataset: Any, args: InfCLConfig, batch_size: int, least_rows:
 
 
 def all_ids(dataset: Any) -> Tensor:
-    """The ids of all rows of a data set with a method `ids(index)`, (n, m), without reading their pictures.
-
-    Raises:
-        ValueError: there is no such method.
-    """
-    ids_of = getattr(dataset, "ids", None)
-    if not callable(ids_of):
-        raise ValueError(
-            "batch_sampler='no_duplicates' needs the ids of all rows beforehand: train_dataset has no method "
-            f"ids(index) (it is a {type(dataset).__name__})"
-        )
-    ids = torch.tensor([ids_of(index) for index in range(len(dataset))])
+    """The ids of all rows of a data set with a method `ids(index)`, (n, m), without reading their pictures."""
+    ids = torch.tensor([dataset.ids(index) for index in range(len(dataset))])
     return ids.reshape(len(ids), -1)
 
 
@@ -130,15 +132,14 @@ def eval_loader(dataset: Any, args: InfCLConfig, collate: Callable[[list[Any]], 
     """Every row of the set once, in order, divided among the processes; `dataloader_drop_last` is for training.
 
     Raises:
-        ValueError: fewer rows than processes.
+        ValueError: no rows, or fewer than processes.
     """
     rank, world = args.process_index, args.world_size
+    check_eval_dataset(dataset, world)
     if world > 1 and isinstance(dataset, IterableDataset):
         dataset = _EveryNth(dataset, rank, world)
     elif world > 1:
         n = len(dataset)
-        if n < world:
-            raise ValueError(f"the evaluation set has {n} rows, fewer than the {world} processes")
         dataset = Subset(dataset, range(n * rank // world, n * (rank + 1) // world))
     return DataLoader(dataset, batch_size=args.eval_batch_size, **_options(args, collate))
 

@@ -1,12 +1,12 @@
-"""Which field a wrong name was meant for."""
+"""Which field or argument a wrong name was meant for."""
 
-import dataclasses
 import difflib
 import functools
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-Config = TypeVar("Config", bound=type)
+Class = TypeVar("Class", bound=type)
 
 # What other tools call a field whose name is not near.
 _SYNONYMS = {
@@ -16,6 +16,8 @@ _SYNONYMS = {
     "loss": "loss_type",
     "batch_size": "per_device_train_batch_size",
     "train_batch_size": "per_device_train_batch_size",
+    "tokenizer": "processing_class",
+    "processor": "processing_class",
 }
 
 
@@ -36,19 +38,27 @@ def nearest_field(name: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(bare, known, n=1)), None)
 
 
-def suggesting_fields(kind: Config) -> Config:
-    """A dataclass whose constructor, given a keyword that is no field, names the one that was probably meant."""
-    make: Any = kind.__init__  # type: ignore[misc]
-    names = [entry.name for entry in dataclasses.fields(kind) if entry.init]
+def suggesting_names(noun: str) -> Callable[[Class], Class]:
+    """A class whose constructor, given a keyword that it does not take, names the one that was probably meant.
 
-    @functools.wraps(make)
-    def make_or_suggest(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs:
-            if name not in names:
-                near = nearest_field(name, names)
-                hint = f"; did you mean {near}?" if near else ""
-                raise TypeError(f"{kind.__name__} has no field {name!r}{hint}")
-        make(self, *args, **kwargs)
+    Args:
+        noun: what the class calls its keywords.
+    """
 
-    kind.__init__ = make_or_suggest  # type: ignore[misc]
-    return kind
+    def suggesting(kind: Class) -> Class:
+        make: Any = kind.__init__  # type: ignore[misc]
+        names = list(inspect.signature(make).parameters)[1:]
+
+        @functools.wraps(make)
+        def make_or_suggest(self: Any, *args: Any, **kwargs: Any) -> None:
+            for name in kwargs:
+                if name not in names:
+                    near = nearest_field(name, names)
+                    hint = f"; did you mean {near}?" if near else ""
+                    raise TypeError(f"{kind.__name__} has no {noun} {name!r}{hint}")
+            make(self, *args, **kwargs)
+
+        kind.__init__ = make_or_suggest  # type: ignore[misc]
+        return kind
+
+    return suggesting

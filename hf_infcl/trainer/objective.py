@@ -1,5 +1,6 @@
 """The loss that a configuration asks for."""
 
+import logging
 from typing import Any
 
 from torch import nn
@@ -8,6 +9,8 @@ from hf_infcl import losses
 from hf_infcl.losses import MemoryBank
 from hf_infcl.models import Family
 from hf_infcl.trainer.config import InfCLConfig
+
+logger = logging.getLogger(__name__)
 
 # A softmax over one candidate has nothing to learn from; the sigmoid loss does.
 SOFTMAX_LOSS_TYPES = ("contrastive", "hard_negative")
@@ -65,3 +68,21 @@ def check_loss_options(args: InfCLConfig, loss_type: str) -> None:
         unset = 0 if name == "hard_negative_start" else None
         if loss_type != "hard_negative" and getattr(args, name) != unset:
             raise ValueError(f"{name} has no effect with loss_type={loss_type!r}; leave it out")
+
+
+def warn_of_all_negatives(args: InfCLConfig, loss_type: str | None) -> None:
+    """Says where the hardest negatives are all there are, so that the search changes nothing."""
+    negatives = args.contrastive_batch_size - 1 + args.memory_bank_size
+    if loss_type != "hard_negative" or args.num_hard_negatives < negatives or args.process_index != 0:
+        return
+    banked = f" and a memory bank of {args.memory_bank_size}" if args.memory_bank_size else ""
+    limited = any(value is not None for value in (args.absolute_margin, args.relative_margin, args.max_score))
+    logger.warning(
+        "num_hard_negatives=%d, but a contrastive batch of %d%s has %d negatives for each pair: all are kept, and the "
+        "loss equals %s",
+        args.num_hard_negatives,
+        args.contrastive_batch_size,
+        banked,
+        negatives,
+        "the contrastive loss within the margins" if limited else "loss_type='contrastive'",
+    )

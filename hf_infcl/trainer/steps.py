@@ -2,6 +2,7 @@
 
 import logging
 import math
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -68,6 +69,7 @@ class SteppingTrainer(EvaluatingTrainer):
         self._early_loss = objective.build_loss(args, "contrastive") if warms_up else None
         # Without the bank: an evaluation set is contrasted with itself only.
         self._eval_loss = self._make_loss(loss)
+        self._began = time.time()
         self._step: ContrastiveStep | None = None
         self._pending: list[dict[str, Any]] = []
         self._position = 0
@@ -236,7 +238,7 @@ class SteppingTrainer(EvaluatingTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        save_options(output_dir, self.args)
+        save_options(output_dir, self.args, self._began)
         if self.args.memory_bank_size:
             save_bank(self.memory_bank, output_dir, self.args)
 

@@ -1,32 +1,39 @@
 """The Trainer whose contrastive batch is the whole effective batch: its inputs, its data, and how a run goes on."""
 
 import logging
+import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel, TrainerCallback, enable_full_determinism, set_seed
-from transformers.trainer_utils import EvalPrediction, TrainOutput, get_last_checkpoint, has_length
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer_utils import EvalPrediction, TrainOutput, has_length
 
 from hf_infcl.data import ImageTextCollator
 from hf_infcl.models import family_of
 from hf_infcl.trainer import checks
 from hf_infcl.trainer.callbacks import FillMemoryBank, LogitScaleCap
-from hf_infcl.trainer.checkpoints import check_checkpoint, saved_step, stream_position
+from hf_infcl.trainer.checkpoints import check_checkpoint, newest_checkpoint, saved_step, stream_position
 from hf_infcl.trainer.config import InfCLConfig
 from hf_infcl.trainer.description import describe_run
-from hf_infcl.trainer.loaders import WholeGroups, as_pairs, eval_loader, train_loader
+from hf_infcl.trainer.hardware import warn_of_lone_process
+from hf_infcl.trainer.loaders import WholeGroups, as_pairs, eval_loader, is_table, train_loader
+from hf_infcl.trainer.messages import above_the_bars
+from hf_infcl.trainer.naming import suggesting_names
+from hf_infcl.trainer.objective import warn_of_all_negatives
 from hf_infcl.trainer.preparation import load_model, load_processor, prepare_model, scale_cap, sides_of
 from hf_infcl.trainer.saving import SavingTrainer
 from hf_infcl.trainer.steps import SteppingTrainer
+from hf_infcl.trainer.unused import unused_options
 
 logger = logging.getLogger(__name__)
 
 
+@suggesting_names("argument")
 class InfCLTrainer(SavingTrainer, SteppingTrainer):
     """Fine-tunes a dual encoder (CLIP, SigLIP, ...) with a loss over the whole effective batch.
 
@@ -111,10 +118,18 @@ class InfCLTrainer(SavingTrainer, SteppingTrainer):
             if processing_class is None and data_collator is None:
                 processing_class = load_processor(module, name_or_path, args.model_init_kwargs)
             module = prepare_model(module, args, peft_config, processing_class)
+        elif model_init is None:
+            raise ValueError("model is missing: pass a dual encoder, its name or path, or model_init")
         elif processing_class is None and data_collator is None:
             raise ValueError("with model_init, pass processing_class or data_collator")
         self._processor = processing_class
-        wraps_rows = data_collator is None or isinstance(data_collator, ImageTextCollator)
+        # One that names columns of its own reads the rows as they are.
+        wraps_rows = data_collator is None or (
+            isinstance(data_collator, ImageTextCollator)
+            and (data_collator.image_column, data_collator.caption_column) == ("image", "caption")
+        )
+        given = [dataset for dataset in (train_dataset, eval_dataset) if dataset is not None]
+        reads_tables = wraps_rows and (not given or any(map(is_table, given)))
         super().__init__(
             model=module,
             args=args,
@@ -137,6 +152,7 @@ class InfCLTrainer(SavingTrainer, SteppingTrainer):
         self._card_is_current = False
         self._sides = sides_of(self.model)
         self._check_start(args)
+        self._warn_at_start(named_model=name_or_path is not None, reads_tables=reads_tables)
         cap = scale_cap(args, family)
         own_callbacks = [
             self._clock,
@@ -151,10 +167,22 @@ class InfCLTrainer(SavingTrainer, SteppingTrainer):
         checks.check_temperature(self.model, self.loss_type)
         checks.check_trainable(self.model, self.loss_type)
         checks.check_train_dataset(args, self.train_dataset, self._least_rows)
+        checks.check_eval_dataset(self.eval_dataset, args.world_size)
         if args.metric_for_best_model and self.eval_dataset is not None:
             args.metric_for_best_model = checks.resolve_best_metric(
                 args.metric_for_best_model, self.eval_dataset, self.compute_metrics is not None
             )
+
+    def _warn_at_start(self, *, named_model: bool, reads_tables: bool) -> None:
+        if not self.is_world_process_zero():
+            return
+        warn_of_lone_process()
+        warn_of_all_negatives(self.args, self.loss_type)
+        streams = isinstance(self.train_dataset, IterableDataset)
+        for line in unused_options(
+            self.args, loss_type=self.loss_type, named_model=named_model, reads_tables=reads_tables, streams=streams
+        ):
+            logger.warning("%s", line)
 
     # ---- Model ----
 
@@ -225,9 +253,12 @@ class InfCLTrainer(SavingTrainer, SteppingTrainer):
             path: str | None
             if isinstance(resume_from_checkpoint, bool):
                 folder = self.args.output_dir
-                path = get_last_checkpoint(folder) if Path(folder).is_dir() else None
+                path = newest_checkpoint(folder)
                 if path is None:
-                    raise ValueError(f"there is no checkpoint in output_dir={folder!r} to resume from")
+                    raise ValueError(
+                        f"there is no checkpoint in output_dir={folder!r} to resume from; leave resume_from_checkpoint "
+                        "out to begin anew, or name the folder of a checkpoint"
+                    )
             else:
                 path = str(resume_from_checkpoint)
             check_checkpoint(path, self.model, self.args, needs_bank=self.args.memory_bank_size > 0)
@@ -245,9 +276,46 @@ class InfCLTrainer(SavingTrainer, SteppingTrainer):
         resume_from_checkpoint = self.find_checkpoint(resume_from_checkpoint)
         self._said_dropped = self._said_repeats = False
         self._card_is_current = False
+        self._began = time.time()
         self._set_memory_bank(None)
-        logger.info("%s", describe_run(self))
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        # Who has replaced the bars shows the run in another way.
+        own_bars = any(type(callback) is DEFAULT_PROGRESS_CALLBACK for callback in self.callback_handler.callbacks)
+        self._say(describe_run(self), shown=own_bars)
+        if resume_from_checkpoint is None and self.is_world_process_zero():
+            self._warn_of_beginning_anew()
+        try:
+            with above_the_bars():
+                return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        except KeyboardInterrupt as interrupt:
+            saved = newest_checkpoint(self.args.output_dir)
+            if saved is not None:
+                interrupt.add_note(
+                    f"To go on from {saved}: trainer.train(resume_from_checkpoint=True), or on the command line "
+                    "--resume_from_checkpoint last"
+                )
+            raise
+
+    def _say(self, line: str, *, shown: bool) -> None:
+        if shown and self.is_world_process_zero():
+            print(line)
+        else:
+            logger.info("%s", line)
+
+    def _warn_of_beginning_anew(self) -> None:
+        if self.args.resume_from_checkpoint is not None:
+            logger.warning(
+                "resume_from_checkpoint=%r of the configuration is for the command line: this run begins anew. To "
+                "resume, pass it to trainer.train()",
+                self.args.resume_from_checkpoint,
+            )
+        earlier = newest_checkpoint(self.args.output_dir)
+        if earlier is not None:
+            logger.warning(
+                "output_dir holds checkpoints of an earlier run, the newest %s, and this run begins anew beside them. "
+                "To go on instead: trainer.train(resume_from_checkpoint=True), or --resume_from_checkpoint last, which "
+                "takes this run's from its first one on",
+                earlier,
+            )
 
     def _init_training_state(
         self,
@@ -260,6 +328,12 @@ class InfCLTrainer(SavingTrainer, SteppingTrainer):
         epoch, batches = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
+        if resume_from_checkpoint is not None:
+            step = saved_step(resume_from_checkpoint)
+            line = f"resuming from {resume_from_checkpoint} at step {step:,} of {self.state.max_steps:,}"
+            self._say(line, shown=not self.args.disable_tqdm)
+            if step >= self.state.max_steps and self.is_world_process_zero():
+                logger.warning("no step is left to take: raise max_steps or num_train_epochs to train further")
         if resume_from_checkpoint is not None and not has_length(self.train_dataset):
             epoch, steps = stream_position(resume_from_checkpoint)
             batches = 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps

@@ -9,9 +9,10 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
-from transformers import AutoModel, AutoProcessor, CLIPModel
+from transformers import AutoModel, AutoProcessor, CLIPModel, TrainerCallback
 
 from hf_infcl import InfCLTrainer, load_dual_encoder
+from hf_infcl.trainer.checkpoints import newest_checkpoint
 from tests.tiny import save_tiny, tiny_clip, tiny_processor, tiny_siglip
 from tests.trainer.helpers import Rows, config, dropout_clip, lora, parameters, stack, trained, trainer
 
@@ -301,7 +302,9 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, other):
 
 
 def test_a_missing_checkpoint_is_named(tmp_path):
-    with pytest.raises(ValueError, match="no checkpoint in output_dir"):
+    with pytest.raises(
+        ValueError, match="no checkpoint in output_dir.*; leave resume_from_checkpoint out to begin anew"
+    ):
         trainer(tmp_path).train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match="is no folder"):
         trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "nowhere"))
@@ -323,3 +326,73 @@ def test_checkpoints_hold_adapter_and_processor_alone(tmp_path):
     state = json.loads((tmp_path / "checkpoint-1" / "trainer_state.json").read_text())
     assert state["global_step"] == 1
     shutil.rmtree(tmp_path / "checkpoint-1")
+
+
+# ---- What is said of them ----
+
+
+def saving(folder: Path, steps: int, **options):
+    return trainer(folder, max_steps=steps, save_strategy="steps", save_steps=1, **options)
+
+
+def test_resuming_says_from_where_and_how_far(tmp_path, capsys):
+    saving(tmp_path, 2).train()
+    saving(tmp_path, 4, disable_tqdm=False).train(resume_from_checkpoint=True)
+    assert f"resuming from {tmp_path / 'checkpoint-2'} at step 2 of 4\n" in capsys.readouterr().out
+
+
+def test_a_run_that_had_ended_says_what_to_raise(tmp_path, caplog):
+    saving(tmp_path, 2).train()
+    saving(tmp_path, 3).train(resume_from_checkpoint=True)
+    assert "no step is left" not in caplog.text
+    saving(tmp_path, 3).train(resume_from_checkpoint=True)
+    assert "no step is left to take: raise max_steps or num_train_epochs" in caplog.text
+
+
+def test_a_run_that_begins_anew_beside_checkpoints_says_so(tmp_path, caplog):
+    saving(tmp_path, 2).train()
+    assert "earlier run" not in caplog.text
+    saving(tmp_path, 3).train(resume_from_checkpoint=True)
+    assert "earlier run" not in caplog.text
+    saving(tmp_path, 1).train()
+    assert caplog.text.count("earlier run") == 1
+    assert f"the newest {tmp_path / 'checkpoint-3'}, and this run begins anew" in caplog.text
+
+
+def test_the_newest_checkpoint_is_the_last_runs_own(tmp_path):
+    saving(tmp_path, 3).train()
+    saving(tmp_path, 2).train()
+    # Their times go lost where a folder is copied.
+    shutil.copytree(tmp_path, tmp_path / "copy", copy_function=shutil.copyfile)
+    for folder in (tmp_path, tmp_path / "copy"):
+        assert saving(folder, 4).find_checkpoint(True) == str(folder / "checkpoint-2")
+    saving(tmp_path, 4).train(resume_from_checkpoint=True)
+    assert newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
+
+
+def test_of_checkpoints_that_do_not_say_when_they_began_the_last_step_is_taken(tmp_path):
+    for step in (9, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    assert newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+    assert newest_checkpoint(tmp_path / "none") is None
+
+
+def test_an_interrupted_run_says_how_to_go_on(tmp_path):
+    class Interrupt(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        saving(tmp_path, 2, callbacks=[Interrupt()]).train()
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"To go on from {tmp_path / 'checkpoint-1'}: trainer.train(resume_from_checkpoint=True)")
+    with pytest.raises(KeyboardInterrupt) as caught:
+        trainer(tmp_path / "other", callbacks=[Interrupt()]).train()
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_a_checkpoint_in_the_configuration_alone_is_not_resumed_from_and_says_so(tmp_path, caplog):
+    run = saving(tmp_path, 1, resume_from_checkpoint="last")
+    run.train()
+    assert "resume_from_checkpoint='last' of the configuration is for the command line" in caplog.text

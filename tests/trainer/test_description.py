@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+from transformers import ProgressCallback
 
 from hf_infcl.trainer.description import describe_run
 from tests.tiny import tiny_clip
@@ -41,3 +42,21 @@ def test_only_the_temperature_is_in_neither_tower(tmp_path):
     model.logit_scale.requires_grad_(True)
     assert "; 1 of " in describe_run(trainer(tmp_path, model))
     assert "parameters trained, in neither tower" in describe_run(trainer(tmp_path, model))
+
+
+def test_who_has_transformers_own_bars_sees_the_line_once(tmp_path, capsys):
+    run = trainer(tmp_path, max_steps=1, disable_tqdm=False)
+    run.train()
+    assert capsys.readouterr().out.splitlines().count(describe_run(run)) == 1
+
+
+def test_who_has_other_bars_or_none_sees_the_line_in_the_log_alone(tmp_path, capsys):
+    class Own(ProgressCallback):
+        pass
+
+    other = trainer(tmp_path, max_steps=1, disable_tqdm=False)
+    other.remove_callback(ProgressCallback)
+    other.add_callback(Own())
+    for run in (other, trainer(tmp_path, max_steps=1)):
+        run.train()
+        assert describe_run(run) not in capsys.readouterr().out

@@ -65,3 +65,39 @@ def test_margins_reach_the_loss(tmp_path):
     run, _ = run_of(tmp_path, relative_margin=0.05, max_score=0.9, max_steps=1)
     assert run.loss.get_config_dict()["relative_margin"] == 0.05
     assert run.loss.get_config_dict()["max_score"] == 0.9
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_hard_negatives": 2}, None),
+        (
+            {"num_hard_negatives": 3},
+            "num_hard_negatives=3, but a contrastive batch of 4 has 3 negatives for each pair: all are kept, and the "
+            "loss equals loss_type='contrastive'",
+        ),
+        ({"num_hard_negatives": 12, "memory_bank_size": 10}, None),
+        (
+            {"memory_bank_size": 10, "max_score": 0.9},
+            "num_hard_negatives=64, but a contrastive batch of 4 and a memory bank of 10 has 13 negatives for each "
+            "pair: all are kept, and the loss equals the contrastive loss within the margins",
+        ),
+    ],
+)
+def test_hardest_negatives_that_are_all_there_are_is_said_once_at_the_start(tmp_path, caplog, options, said):
+    """Nothing of the evaluation's pool, which is smaller, and nothing among the bars."""
+    run = trainer(tmp_path, loss_type="hard_negative", eval_dataset=Rows(2), **options)
+    run.evaluate()
+    run.train()
+    warned = [record.message for record in caplog.records if "negatives" in record.message and record.levelno > 20]
+    assert warned == ([said] if said else [])
+
+
+def test_as_many_hard_negatives_as_there_are_give_the_contrastive_loss(tmp_path):
+    losses = []
+    for options in ({"loss_type": "hard_negative", "num_hard_negatives": 64}, {"loss_type": "contrastive"}):
+        torch.manual_seed(1)
+        run = trainer(tmp_path, **options)
+        run.train()
+        losses.append([line["loss"] for line in run.state.log_history if "loss" in line])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
 from hf_infcl.trainer import hardware
 from tests.processes import ProcessesError, run_processes
@@ -83,3 +85,25 @@ def test_the_script_started_twice_by_a_launcher_trains_as_one_without_being_told
     said = run_processes(SCRIPT, 2, args=words, env={"CUDA_VISIBLE_DEVICES": ""})
     assert ["Written to" in text for text in said] == [True, False]
     assert re.search(r"'contrastive_batch_size': '?8", said[0])
+
+
+@pytest.mark.parametrize(("processes", "warned"), [(1, False), (2, True)])
+def test_a_launcher_that_started_fewer_processes_than_it_was_asked_for_is_said(monkeypatch, caplog, processes, warned):
+    """The environment is the one that accelerate's own launcher makes."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    words = ["--cpu", "--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no"]
+    words += ["--num_cpu_threads_per_process", 1, "--num_processes", processes, "script.py"]
+    _, environment = prepare_simple_launcher_cmd_env(launch_command_parser().parse_args(map(str, words)))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    hardware.warn_of_lone_process()
+    assert ("torchrun --nproc_per_node" in caplog.text) == warned
+
+
+def test_processes_of_torchrun_are_not_taken_for_lone_ones(monkeypatch, caplog):
+    for name, value in {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    hardware.warn_of_lone_process()
+    assert not caplog.records

@@ -7,7 +7,8 @@ import pickle
 
 import pytest
 
-from hf_infcl import InfCLConfig
+from hf_infcl import InfCLConfig, InfCLTrainer
+from tests.tiny import tiny_clip
 from tests.trainer.helpers import config
 
 
@@ -42,3 +43,10 @@ def test_the_configuration_stays_a_dataclass(tmp_path):
         colour: str = "red"
 
     assert Own(str(tmp_path), use_cpu=True, report_to="none", colour="blue").colour == "blue"
+
+
+@pytest.mark.parametrize(("name", "meant"), [("tokenizer", "processing_class"), ("training_dataset", "train_dataset")])
+def test_the_trainers_argument_that_was_meant_is_named(tmp_path, name, meant):
+    with pytest.raises(TypeError, match=f"^InfCLTrainer has no argument '{name}'; did you mean {meant}[?]$"):
+        InfCLTrainer(tiny_clip(), config(tmp_path), **{name: None})
+    assert {"model", "args", "processing_class"} <= set(inspect.signature(InfCLTrainer).parameters)

@@ -10,9 +10,9 @@ from tests.tiny import save_tiny
 
 @pytest.mark.parametrize("place", ["demo-output/bse", "/nope", "./nope/none"])
 def test_a_misspelt_folder_is_said_to_be_no_folder(place: str) -> None:
-    with pytest.raises(OSError, match=f"'{place}' is neither a folder here nor to be had from the Hub") as caught:
+    with pytest.raises(OSError, match=r"is neither a file or folder here|no such file or folder") as caught:
         load_model(place)
-    assert caught.value.__cause__ is not None
+    assert str(Path(place).absolute()) in str(caught.value)
 
 
 def test_the_home_folder_is_written_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

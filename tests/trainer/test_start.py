@@ -11,7 +11,7 @@ from torch import nn
 from transformers import CLIPVisionModel, TrainingArguments
 
 from hf_infcl import ContrastiveLoss, InfCLConfig, InfCLTrainer, MemoryBank
-from hf_infcl.data import sample_dataset
+from hf_infcl.data import ImageTextCollator, sample_dataset
 from hf_infcl.trainer import checks
 from hf_infcl.trainer.preparation import sides_of
 from tests.tiny import save_tiny, tiny_clip, tiny_processor, tiny_siglip, tiny_vision_text_dual_encoder
@@ -107,7 +107,7 @@ def test_several_visible_gpus_in_one_process_are_refused(tmp_path):
 
 
 def test_other_arguments_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="InfCLConfig, got TrainingArguments"):
+    with pytest.raises(ValueError, match=r"InfCLConfig, got TrainingArguments; use InfCLConfig\(\.\.\.\)"):
         InfCLTrainer(tiny_clip(), TrainingArguments(str(tmp_path), report_to="none"))
     for options in ({"batch_eval_metrics": True}, {"train_sampling_strategy": "group_by_length"}):
         with pytest.raises(ValueError, match=next(iter(options))):
@@ -425,3 +425,74 @@ def test_batch_normalisation_is_left_alone(tmp_path):
     trainer(tmp_path, model, train_dataset=Rows(8, "vision-text-dual-encoder"), max_steps=1).train()
     assert norms
     assert all(torch.equal(module.running_mean, mean) for module, mean in zip(norms, before, strict=True))
+
+
+# ---- Known before anything starts ----
+
+
+def test_a_trainer_without_model_says_so(tmp_path):
+    with pytest.raises(ValueError, match="^model is missing"):
+        InfCLTrainer(None, config(tmp_path), train_dataset=Rows(8))
+    with pytest.raises(ValueError, match="^with model_init, pass processing_class"):
+        InfCLTrainer(None, config(tmp_path), train_dataset=Rows(8), model_init=tiny_clip)
+
+
+def test_an_evaluation_set_without_a_row_for_each_process_is_refused_with_the_trainer(tmp_path):
+    with pytest.raises(ValueError, match="the evaluation set has no rows"):
+        trainer(tmp_path, eval_dataset={"some": Rows(2), "none": []})
+    with pytest.raises(ValueError, match="1 rows, fewer than the 2 processes"):
+        checks.check_eval_dataset({"one": Rows(1)}, world_size=2)
+
+
+def test_batches_without_duplicates_of_rows_without_ids_are_refused_with_the_trainer(tmp_path):
+    with pytest.raises(ValueError, match=r"no_duplicates.*no method ids\(index\) \(it is a list\)"):
+        trainer(tmp_path, train_dataset=list(Rows(8)), batch_sampler="no_duplicates")
+
+
+def test_strategies_that_differ_are_named_by_their_values(tmp_path):
+    with pytest.raises(ValueError, match="eval_strategy is 'epoch' and save_strategy 'steps'") as caught:
+        config(tmp_path, load_best_model_at_end=True, eval_strategy="epoch", save_strategy="steps")
+    assert "Strategy." not in str(caught.value)
+    config(tmp_path, load_best_model_at_end=True, eval_strategy="epoch", save_strategy="best")
+
+
+def test_a_list_of_rows_is_read_as_a_table_is(tmp_path):
+    rows = [{"img": row["image"], "text": row["caption"]} for row in sample_dataset("drawing", size=8)]
+    run = InfCLTrainer(
+        tiny_clip(),
+        config(tmp_path),
+        train_dataset=rows,
+        eval_dataset=rows,
+        processing_class=tiny_processor("clip"),
+    )
+    run.train()
+    assert run.evaluate()["eval_loss"] > 0
+    assert "ids" in run.train_dataset[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"some": 1, "other": "a"}, "no image column found; columns: some, other. Set image_column"),
+        (("a.png", "a dog"), "rows are of type tuple; expected dicts of columns"),
+    ],
+)
+def test_a_list_of_other_rows_is_refused_with_the_trainer(tmp_path, row, message):
+    with pytest.raises(ValueError, match=message):
+        InfCLTrainer(tiny_clip(), config(tmp_path), train_dataset=[row] * 8, processing_class=tiny_processor("clip"))
+
+
+def test_a_collator_with_columns_of_its_own_gets_the_rows_as_they_are(tmp_path):
+    rows = [{"img": row["image"], "text": row["caption"]} for row in sample_dataset("drawing", size=8)]
+    processor = tiny_processor("clip")
+    collate = ImageTextCollator(processor, image_column="img", caption_column="text")
+    for dataset in (rows, Dataset.from_list(rows)):
+        run = InfCLTrainer(
+            tiny_clip(),
+            config(tmp_path),
+            train_dataset=dataset,
+            data_collator=collate,
+            processing_class=processor,
+        )
+        run.train()
+        assert run.state.global_step == 2
