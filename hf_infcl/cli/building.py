@@ -89,6 +89,12 @@ def _splits_named_in(error: ValueError) -> list[str]:
     return re.sub(r"['\"]", "", found[1]).split(", ") if found else []
 
 
+def _configs_named_in(error: ValueError) -> list[str]:
+    """The configurations that `datasets` lists where none was named, or one that is not there."""
+    found = re.search(r"(?:available configs: |BuilderConfig .* not found\. Available: )\[([^\]]*)\]", str(error))
+    return re.sub(r"['\"]", "", found[1]).split(", ") if found else []
+
+
 def load_split(data: "DatasetArguments", split: str, **options: Any) -> Any:
     """One split of the data set that a command names.
 
@@ -115,6 +121,13 @@ def load_split(data: "DatasetArguments", split: str, **options: Any) -> Any:
             **options,
         )
     except ValueError as error:
+        if configs := _configs_named_in(error):
+            lacks = (
+                "several configurations" if data.dataset_config is None else f"no configuration {data.dataset_config!r}"
+            )
+            raise ValueError(
+                f"{data.dataset_name} has {lacks}; name one of {', '.join(configs)}: --dataset_config {configs[0]}"
+            ) from error
         there = _splits_named_in(error)
         if not there:
             raise

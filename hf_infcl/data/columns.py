@@ -15,6 +15,10 @@ CAPTION_NAMES = (
     *("name", "names", "label_text", "txt"),
 )
 
+# Arrow's names; null is a column without any value, which is refused where rows are read.
+_TEXT_TYPES = ("string", "binary", "string_view", "binary_view", "null")
+_NAMED = 3  # how many rows a message names
+
 
 def find_columns(
     dataset: Any, image_column: str | None, caption_column: str | None, *, extra: Iterable[str | None] = ()
@@ -28,7 +32,8 @@ def find_columns(
         extra: further columns that must exist.
 
     Raises:
-        ValueError: a column that is missing; the message lists those there are and the option that names one.
+        ValueError: a column that is missing; the message lists those there are and the option that names one. A caption
+            column whose type is no text, such as class numbers.
     """
     names = list(getattr(dataset, "column_names", None) or _keys(dataset))
     features = getattr(dataset, "features", None) or {}
@@ -50,7 +55,39 @@ def find_columns(
             raise ValueError(f"no column {name!r} found; columns: {', '.join(names)}")
     assert image is not None
     assert caption is not None
+    _check_texts(dataset, caption, features.get(caption))
     return image, caption
+
+
+def _check_texts(dataset: Any, column: str, feature: Any) -> None:
+    """Refuses a caption column whose type says that it holds no text; one without a type is looked at when read.
+
+    A class number or a token id would be trained on as its digits, and nothing would tell.
+    """
+    from datasets import List, Value
+
+    # A user's own transform makes the captions of a row, whatever is stored.
+    if feature is None or getattr(dataset, "format", {}).get("type") == "custom":
+        return
+    inner = feature.feature if isinstance(feature, List) else feature
+    if isinstance(inner, Value) and inner.dtype.removeprefix("large_") in _TEXT_TYPES:
+        return
+    first = next((row[column] for row in dataset.select_columns([column])), None)
+    raise ValueError(
+        f"caption_column {column!r} holds {getattr(inner, 'dtype', type(inner).__name__)}, the first is {first!r}; "
+        "expected text: name another column, or make texts of these"
+    )
+
+
+def named_rows(rows: Sequence[int]) -> str:
+    """Rows in the words of a message, the first few of them.
+
+    Example:
+        >>> named_rows([3]), named_rows([3, 5, 8, 9])
+        ('row 3', 'rows 3, 5, 8, ...')
+    """
+    shown = ", ".join(map(str, rows[:_NAMED])) + (", ..." if len(rows) > _NAMED else "")
+    return f"row{'s' * (len(rows) != 1)} {shown}"
 
 
 def _hint(names: Sequence[str]) -> str:

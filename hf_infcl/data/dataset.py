@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from hf_infcl.data.captions import CaptionError, stable_hash
+from hf_infcl.data.columns import named_rows
 from hf_infcl.data.images import UnreadableImageError, read_image
 from hf_infcl.data.pairs import Pair, PairSource
 
@@ -134,9 +135,9 @@ class ImageTextDataset(PairSource, Dataset):
             counts[row] = len(self._texts(value, f"row {row}"))
         empty = np.flatnonzero(counts == 0)
         if empty.size and not self._drops_empty:
-            rows = ", ".join(map(str, empty[:_NAMED].tolist())) + (", ..." if empty.size > _NAMED else "")
             raise CaptionError(
-                f"column {self.caption_column!r} has no caption in {empty.size} of {counts.size} rows (rows {rows}); "
+                f"column {self.caption_column!r} has no caption in {empty.size} of {counts.size} rows "
+                f"({named_rows(empty.tolist())}); "
                 'set empty_captions="drop" to leave them out'
             )
         self.skipped += [(row, "no caption") for row in empty.tolist()]

@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 IMAGE_SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif"))
 
+NAME_COLUMN = "file_name"  # of a `metadata` table, as `datasets` has it
+
 # What a folder or a file is called when it belongs to a split; the same words that `datasets` goes by.
 _WORDS = {
     "train": ("train", "training"),
@@ -90,9 +92,9 @@ def read_image_folder(
     named: set[str] = set()
     for table in tables:
         read = read_table(table, delimiter=delimiter, encoding=encoding)
-        if "file_name" not in read:
-            raise ValueError(f"{table}: no column 'file_name' found; columns: {', '.join(read)}")
-        paths = [os.path.abspath(table.parent / str(name).replace("\\", "/")) for name in read.pop("file_name")]
+        if NAME_COLUMN not in read:
+            raise ValueError(f"{table}: no column {NAME_COLUMN!r} found; columns: {', '.join(read)}")
+        paths = [os.path.abspath(table.parent / str(name).replace("\\", "/")) for name in read.pop(NAME_COLUMN)]
         # A table above the splits names the pictures of all of them: an existing picture of another split is not ours.
         rows = [row for row, path in enumerate(paths) if path in pictures or not os.path.isfile(path)]
         named.update(paths)

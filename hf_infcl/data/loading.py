@@ -9,10 +9,11 @@ import tarfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hf_infcl.data.columns import find_columns
-from hf_infcl.data.folders import IMAGE_SUFFIXES, read_image_folder, split_files
+from hf_infcl.data.columns import find_columns, named_rows
+from hf_infcl.data.folders import IMAGE_SUFFIXES, NAME_COLUMN, read_image_folder, split_files
 from hf_infcl.data.images import resolve_path
 from hf_infcl.data.tables import TABLE_SUFFIXES, read_table
+from hf_infcl.locations import absence, check_location
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -77,12 +78,13 @@ def load_image_text_dataset(
     path = Path(name).expanduser()
     columns = (image_column, caption_column)
     text = {"delimiter": delimiter, "encoding": encoding}
+    said: str | None = None  # what the user's table calls the pictures, where the dataset's column has another name
     if sample := _SAMPLE.fullmatch(name):
         dataset, root = _sample(sample["domain"] or "drawing", sample["size"], split), None
     elif any((path / mark).is_file() for mark in ("state.json", "dataset_dict.json")):
         dataset, root = _saved(path, split), path
     elif path.is_dir() and (own := _own_folder(path, split, columns, text)) is not None:
-        dataset, root = own, None  # its paths are whole already
+        (dataset, said), root = own, None  # its paths are whole already
     elif path.is_file() and path.suffix.lower() in TABLE_SUFFIXES:
         dataset, root = (
             _slice(_as_dataset(read_table(path, **text)), split),
@@ -90,16 +92,18 @@ def load_image_text_dataset(
         )
     elif path.exists():
         dataset, root = _by_datasets(path, config, split, streaming), path if path.is_dir() else path.parent
-    elif _looks_like_a_path(name):
+    elif path.suffix.lower() in {*TABLE_SUFFIXES, *_BINARY_SUFFIXES}:
         raise FileNotFoundError(f"no such file or folder: {path.absolute()}")
     else:
+        check_location(name, "dataset")
         dataset, root = _from_hub(name, config, split, revision, streaming), None
     image_column, _ = find_columns(dataset, *columns)
     if not hasattr(dataset, "__len__"):
         return dataset
     if len(dataset) == 0:
         raise ValueError(f"no rows in {name} (split {split!r})")
-    dataset = _with_images(dataset, image_column, root if image_root is None else Path(image_root), on_bad_image)
+    root = root if image_root is None else Path(image_root)
+    dataset = _with_images(dataset, image_column, root, on_bad_image, said or image_column)
     return dataset.to_iterable_dataset() if streaming else dataset
 
 
@@ -138,8 +142,11 @@ def _saved(path: Path, split: str) -> Dataset:
 
 def _own_folder(
     path: Path, split: str, names: tuple[str | None, str | None], text: dict[str, str | None]
-) -> Dataset | None:
-    """A folder of text tables or of pictures, or None where it holds what `datasets` reads itself."""
+) -> tuple[Dataset, str | None] | None:
+    """A folder of text tables or of pictures, or None where it holds what `datasets` reads itself.
+
+    Beside it what a folder of pictures calls their column in its metadata.
+    """
     files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
     kinds = {file.suffix.lower() for file in files}
     if kinds & _BINARY_SUFFIXES.keys() and not kinds & IMAGE_SUFFIXES:
@@ -156,10 +163,10 @@ def _own_folder(
     # Tables above or without pictures are read by themselves; beside pictures, only one called metadata counts.
     beside = {file.parent for file in pictures}
     if pictures and not any(table.stem.lower() != "metadata" and table.parent not in beside for table in tables):
-        columns = read_image_folder(path, chosen, files, **text)
+        columns, said = read_image_folder(path, chosen, files, **text), NAME_COLUMN
     else:
-        columns = _joined(tables, names, text)
-    return _slice(_as_dataset(columns), split, name)
+        columns, said = _joined(tables, names, text), None
+    return _slice(_as_dataset(columns), split, name), said
 
 
 def _joined(
@@ -212,20 +219,7 @@ def _from_hub(name: str, config: str | None, split: str, revision: str | None, s
     try:
         return load_dataset(name, config, split=split, revision=revision, streaming=streaming)
     except (ConnectionError, FileNotFoundError) as error:
-        raise FileNotFoundError(
-            f"{name!r} is neither a file or folder ({os.path.abspath(name)}) nor to be had from the Hub: {error}"
-        ) from error
-
-
-def _looks_like_a_path(name: str) -> bool:
-    """Hub ids are `name` or `owner/name`: no root, no dots at the start, no more parts, no table's suffix."""
-    suffix = os.path.splitext(name)[1].lower()
-    return (
-        name.startswith((".", "~", "/"))
-        or "\\" in name
-        or name.count("/") > 1
-        or suffix in {*TABLE_SUFFIXES, *_BINARY_SUFFIXES}
-    )
+        raise FileNotFoundError(absence(name, error)) from error
 
 
 def _as_dataset(columns: dict[str, list[Any]]) -> Dataset:
@@ -238,8 +232,11 @@ def _as_dataset(columns: dict[str, list[Any]]) -> Dataset:
         raise ValueError(f"a column has values of several types: {error}") from error
 
 
-def _with_images(dataset: Dataset, column: str, root: Path | None, on_bad_image: str) -> Dataset:
-    """Paths made whole and checked, and the column made a `datasets.Image` where it holds paths or bytes."""
+def _with_images(dataset: Dataset, column: str, root: Path | None, on_bad_image: str, said: str) -> Dataset:
+    """Paths made whole and checked, and the column made a `datasets.Image` where it holds paths or bytes.
+
+    `said` is the column in the words of the user's table.
+    """
     from datasets import Image, Value
 
     feature = dataset.features[column]
@@ -266,7 +263,7 @@ def _with_images(dataset: Dataset, column: str, root: Path | None, on_bad_image:
             if "://" not in cell["path"] and not os.path.isfile(cell["path"]):
                 missing.append(f"{cell['path']} (row {row})")
         whole.append(cell)
-    _report_missing(missing, empty, len(stored), column, on_bad_image)
+    _report_missing(missing, empty, len(stored), said, on_bad_image)
     order = dataset.column_names
     dataset = dataset.remove_columns(column).add_column(column, whole, feature=Image())
     return dataset.select_columns(order)
@@ -294,10 +291,11 @@ def _report_missing(missing: list[str], empty: list[int], rows: int, column: str
     found = []
     if missing:
         names = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
-        found.append(f"{len(missing)} of {rows} pictures named in column {column!r} are missing: {names}")
+        are = "are" if len(missing) > 1 else "is"
+        found.append(f"{len(missing)} of {rows} pictures named in column {column!r} {are} missing: {names}")
     if empty:
-        numbers = ", ".join(map(str, empty[:_NAMED])) + (", ..." if len(empty) > _NAMED else "")
-        found.append(f"{len(empty)} of {rows} rows have no picture in column {column!r} (rows {numbers})")
+        have = "have" if len(empty) > 1 else "has"
+        found.append(f"{len(empty)} of {rows} rows {have} no picture in column {column!r} ({named_rows(empty)})")
     message = "; ".join(found)
     if on_bad_image == "raise":
         raise ValueError(

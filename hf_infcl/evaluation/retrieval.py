@@ -226,4 +226,5 @@ def _direction(name: str, ranks: Tensor, pool: int, ks: list[int]) -> dict[str, 
 @cache
 def say_once_pool_is_small(metric: str, pool: int) -> None:
     """Says in the log, once for each metric and pool size, that a metric is 1.0 by construction."""
-    logger.warning("%s is 1.0 whatever the model: there are only %d candidates", metric, pool)
+    there = "is only 1 candidate" if pool == 1 else f"are only {pool} candidates"
+    logger.warning("%s is 1.0 whatever the model: there %s", metric, there)

@@ -18,6 +18,7 @@ from transformers.utils import cached_file
 
 from hf_infcl.hub.adapters import CONFIG_NAME, WEIGHTS_NAME, DualEncoderPeftModel, check_adapter_name
 from hf_infcl.hub.weights import Shapes, find_misfits, tensor_shapes
+from hf_infcl.locations import absence, check_location
 from hf_infcl.models import family_of, prepare_dual_encoder, unwrap
 
 logger = logging.getLogger(__name__)
@@ -97,19 +98,29 @@ def expand_home(location: Location) -> str:
 @contextmanager
 def explain_absence(location: str) -> Iterator[None]:
     """Says of a location that cannot be loaded that it may be a misspelt folder, which transformers takes for an id."""
+    check_location(location, "model")
     try:
         yield
     except OSError as error:
         # A folder, or a repository that was reached: what is said of the file that is missing there stands.
         if Path(location).is_dir() or "does not appear to have a file" in str(error):
             raise
-        reason = str(error).strip().partition("\n")[0].rstrip(".")
-        raise OSError(f"{location!r} is neither a folder here nor to be had from the Hub ({reason})") from error
+        raise OSError(absence(location, str(error).strip().partition("\n")[0].rstrip("."))) from error
 
 
 @contextmanager
 def explain_damage(location: str) -> Iterator[None]:
-    """Says of weights and a configuration that cannot be loaded, or not together, where they lie, by a ValueError."""
+    """Says of weights and a configuration that cannot be loaded, or not together, where they lie, by a ValueError.
+
+    Raises:
+        OSError: a folder of something else, before transformers guesses a model from the folder's name.
+    """
+    folder = Path(location)
+    if folder.is_dir() and not any((folder / name).exists() for name in ("config.json", CONFIG_NAME)):
+        raise OSError(
+            f"the folder {str(folder.absolute())!r} has no config.json; expected a model that save_pretrained wrote, "
+            f"or an adapter with its {CONFIG_NAME}"
+        )
     try:
         yield
     except SafetensorError as error:
@@ -163,7 +174,7 @@ def _naming_base(adapter: str) -> str:
 def _check_adapter(adapter: str, revision: str | None) -> Shapes:
     if _find(adapter, CONFIG_NAME, revision) is None:
         if not Path(adapter).is_dir():
-            raise OSError(f"the adapter {adapter!r} is neither a folder here nor to be had from the Hub")
+            raise OSError(f"the adapter {absence(adapter, f'it has no {CONFIG_NAME}')}")
         raise OSError(f"no adapter in {adapter!r}: {CONFIG_NAME} is not there")
     weights = _find(adapter, WEIGHTS_NAME, revision)
     if weights is None:

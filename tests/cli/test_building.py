@@ -71,3 +71,17 @@ def test_the_test_split_is_found_and_other_errors_are_left_alone(tmp_path):
     table.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="no image column"):
         load(tmp_path, table)
+
+
+@pytest.mark.parametrize(("config", "said"), [(None, "several configurations"), ("zz", "no configuration 'zz'")])
+def test_a_configuration_that_is_not_named_or_not_there(tmp_path, config, said):
+    lines = ["---", "configs:"]
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        sample_dataset("photo", size=2).to_parquet(tmp_path / name / "train.parquet")
+        lines += [f"- config_name: {name}", f"  data_files: {name}/*.parquet"]
+    (tmp_path / "README.md").write_text("\n".join([*lines, "---", ""]))
+    with pytest.raises(ValueError, match=f"has {said}; name one of one, two: --dataset_config one"):
+        load(tmp_path, tmp_path, dataset_config=config)
+    train, _ = load(tmp_path, tmp_path, dataset_config="two", dataset_test_split=None)
+    assert len(train) == 2

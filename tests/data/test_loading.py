@@ -10,11 +10,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import DatasetDict, Features, Value
+from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 from datasets import Image as ImageFeature
 from PIL import Image
 
-from hf_infcl.data import ImageTextDataset, load_image_text_dataset, sample_dataset
+from hf_infcl.data import ImageTextDataset, ImageTextStream, load_image_text_dataset, sample_dataset
 from hf_infcl.data.captions import CaptionError
 
 
@@ -100,7 +100,7 @@ def test_words_in_a_csv_stay_words_and_an_empty_cell_is_an_empty_caption(tmp_pat
     words = ["None", "null", "NA", "nan", "7", "", "a dog"]
     table = write_csv(tmp_path / "t.csv", [(f"{row}.png", word) for row, word in enumerate(words)])
     dataset = load_image_text_dataset(table)
-    with pytest.raises(CaptionError, match=r"1 of 7 rows \(rows 5\)"):
+    with pytest.raises(CaptionError, match=r"1 of 7 rows \(row 5\)"):
         ImageTextDataset(dataset)
     wanted = [(row, word) for row, word in enumerate(words) if word]
     assert values(dataset, empty_captions="drop") == wanted
@@ -129,6 +129,36 @@ def test_missing_columns_list_those_there_are(tmp_path):
     with pytest.raises(ValueError, match=r"no caption column found; columns: image, words\. Set caption_column"):
         load_image_text_dataset(table)
     assert values(load_image_text_dataset(table, caption_column="words"), caption_column="words") == [(0, "a")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "cells", "said"),
+    [
+        ("int64", [0, 1], "'text' holds int64, the first is 0; expected text"),
+        ("float32", [0.5, 1.0], "'text' holds float32, the first is 0.5"),
+        ("bool", [True, False], "'text' holds bool, the first is True"),
+        (ClassLabel(names=["cat", "dog"]), [1, 0], "'text' holds int64, the first is 1"),
+        (List(Value("int32")), [[7, 8], [9]], r"'text' holds int32, the first is \[7, 8\]"),
+    ],
+)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_caption_column_without_text_is_refused(kind, cells, said, streamed):
+    kind = Value(kind) if isinstance(kind, str) else kind
+    rows = {"image": [{"bytes": png(0)}, {"bytes": png(1)}], "text": cells}
+    table = Dataset.from_dict(rows, features=Features({"image": ImageFeature(), "text": kind}))
+    table = table.to_iterable_dataset() if streamed else table
+    with pytest.raises(ValueError, match=f"caption_column {said}"):
+        (ImageTextStream if streamed else ImageTextDataset)(table)
+
+
+def test_numbers_in_a_table_are_refused_and_a_transform_may_make_texts_of_them(tmp_path):
+    pictures(tmp_path, 2)
+    (tmp_path / "t.jsonl").write_text('{"image": "0.png", "text": 3}\n{"image": "1.png", "text": 4}\n')
+    with pytest.raises(ValueError, match="caption_column 'text' holds int64, the first is 3"):
+        load_image_text_dataset(tmp_path / "t.jsonl")
+    table = Dataset.from_dict({"image": [png(0), png(1)], "text": [3, 4]})
+    made = table.with_transform(lambda rows: rows | {"text": [f"scene {number}" for number in rows["text"]]})
+    assert values(made) == [(0, "scene 3"), (1, "scene 4")]
 
 
 def test_jsonl_with_lists_of_captions_and_numbers(tmp_path):
@@ -170,7 +200,7 @@ def test_parquet_with_a_moved_path_or_no_picture_names_the_row(tmp_path, moved):
     rows = {"image": [{"bytes": png(0), "path": None}, cell], "text": ["a", "b"]}
     features = Features({"image": ImageFeature(), "text": Value("string")})
     pq.write_table(pa.table(rows, schema=features.arrow_schema), tmp_path / "t.parquet")
-    message = r"renamed\.png \(row 1\)" if moved else r"1 of 2 rows have no picture in column 'image' \(rows 1\)"
+    message = r"renamed\.png \(row 1\)" if moved else r"1 of 2 rows has no picture in column 'image' \(row 1\)"
     with pytest.raises(ValueError, match=message):
         load_image_text_dataset(tmp_path / "t.parquet")
     dataset = load_image_text_dataset(tmp_path / "t.parquet", on_bad_image="skip")
@@ -232,7 +262,7 @@ def test_a_caption_without_a_picture_is_refused_before_training(tmp_path):
     pictures(tmp_path / "train", 2)
     rows = [("0.png", "a"), ("1.png", "b"), ("9.png", "ghost")]
     write_csv(tmp_path / "train" / "metadata.csv", rows, header=("file_name", "caption"))
-    with pytest.raises(ValueError, match=r"1 of 3 pictures .*9\.png \(row 2\)"):
+    with pytest.raises(ValueError, match=r"1 of 3 pictures named in column 'file_name' is missing: .*9\.png \(row 2\)"):
         load_image_text_dataset(tmp_path)
 
 
@@ -266,10 +296,11 @@ def test_the_built_in_scenes_by_name():
 
 
 def test_paths_that_do_not_exist_are_no_hub_names(tmp_path):
-    for name in (tmp_path / "gone", "./gone", "gone.csv", "a\\b"):
+    for name in (tmp_path / "gone", "./gone", "gone.csv", "a\\b", "a/b/c", "~/gone"):
         with pytest.raises(FileNotFoundError, match="no such file or folder"):
             load_image_text_dataset(name)
-    with pytest.raises(FileNotFoundError, match="neither a file or folder .* nor to be had from the Hub"):
+    wanted = r"neither a file or folder here \(/.*/owner/gone\) nor to be had from the Hub: .*HF_HUB_OFFLINE=1"
+    with pytest.raises(FileNotFoundError, match=wanted):
         load_image_text_dataset("owner/gone")
     (tmp_path / "t.xlsx").write_text("x")
     with pytest.raises(ValueError, match=r"\.xlsx is no kind of table"):

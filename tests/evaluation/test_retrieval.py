@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hf_infcl.evaluation import dataset_retrieval_metrics, retrieval_metrics
+from hf_infcl.evaluation.retrieval import say_once_pool_is_small
 
 
 def dense_metrics(images, texts, positive, ks):
@@ -226,3 +227,9 @@ def test_dataset_rows_must_be_pairs():
         dataset_retrieval_metrics(torch.ones(3, 2), torch.ones(2, 2))
     with pytest.raises(ValueError, match="ids has 3 columns"):
         dataset_retrieval_metrics(torch.ones(2, 2), torch.ones(2, 2), torch.ones(2, 3, dtype=torch.long))
+
+
+@pytest.mark.parametrize(("pool", "said"), [(1, "there is only 1 candidate"), (7, "there are only 7 candidates")])
+def test_a_small_pool_is_said_in_words(caplog, pool, said):
+    say_once_pool_is_small(f"test_{pool}/recall@9", pool)
+    assert caplog.records[0].getMessage() == f"test_{pool}/recall@9 is 1.0 whatever the model: {said}"
