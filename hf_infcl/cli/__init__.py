@@ -1,4 +1,4 @@
-"""The command line: `hf-infcl train | evaluate | env | demo`."""
+"""The command line: `hf-infcl train | evaluate | mine | env | demo`."""
 
 from hf_infcl.cli.main import main
 

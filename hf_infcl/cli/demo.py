@@ -325,6 +325,19 @@ Then with a model and a dataset that are downloaded (needs the Hub):
     )
 
 
+def _check_folders(output_dir: str) -> None:
+    """Refuses to write models over what an earlier demo did not write, which left its card."""
+    from hf_infcl.hub.card import CARD_NAME, is_own_card
+
+    for folder in (Path(output_dir, name) for name in ("base", "adapter")):
+        there = next(folder.iterdir(), None) if folder.is_dir() else None
+        if there is not None and not is_own_card(folder / CARD_NAME):
+            raise ValueError(
+                f"{folder} is not empty and was not written by the demo ({there.name} is there); "
+                "name another folder by --output_dir"
+            )
+
+
 def run(args: Sequence[str] | None = None) -> int:
     """Runs the demo and prints its table.
 
@@ -341,4 +354,9 @@ def run(args: Sequence[str] | None = None) -> int:
     # times as long when anything else runs on the two cores (measured: 5.0 s against 0.9 s).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     warnings.simplefilter("ignore", FutureWarning)
-    return run_command(parser.prog, lambda: (parsed.output_dir, parsed.seed), lambda *told: report(run_demo(*told)))
+
+    def prepare() -> tuple[str, int]:
+        _check_folders(parsed.output_dir)
+        return parsed.output_dir, parsed.seed
+
+    return run_command(parser.prog, prepare, lambda *told: report(run_demo(*told)))

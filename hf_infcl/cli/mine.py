@@ -36,7 +36,8 @@ class MineArguments(EmbeddingArguments):
     """
 
     output_dir: str = field(
-        kw_only=True, metadata={"help": "Folder to write the data set, the report and the page to."}
+        kw_only=True,
+        metadata={"help": "Folder for the data set, the report and the page: new, or one that mine wrote before."},
     )
     dataset_train_split: str = field(default="train", metadata={"help": "Split to mine."})
     max_train_samples: int | None = field(default=None, metadata={"help": "Mine the first so many rows only."})

@@ -131,8 +131,13 @@ class ImageTextDataset(PairSource, Dataset):
         if not self._is_cheap and self._captions != "expand" and not self._drops_empty:
             return np.ones(len(self._source), np.int64)  # looked at when read: now, every picture would be decoded
         counts = np.zeros(len(self._source), np.int64)
+        numerals = True
         for row, value in self._column(self.caption_column):
-            counts[row] = len(self._texts(value, f"row {row}"))
+            texts = self._texts(value, f"row {row}")
+            counts[row] = len(texts)
+            numerals = numerals and all(text.strip().isdecimal() for text in texts)
+        if numerals and counts.any():
+            logger.warning("column %r holds nothing but numbers: are these the captions?", self.caption_column)
         empty = np.flatnonzero(counts == 0)
         if empty.size and not self._drops_empty:
             raise CaptionError(

@@ -122,7 +122,7 @@ def write_model_card(facts: RunFacts | Mapping[str, Any], path: str | Path) -> P
     if path.suffix != ".md":
         path = path / CARD_NAME
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not _is_ours(path):
+    if path.exists() and not is_own_card(path):
         beside = path.with_stem(f"{path.stem}-{_TAG}")
         logger.warning("%s is no card of this package and stays as it is; the card is in %s", path, beside.name)
         path = beside
@@ -149,9 +149,9 @@ def render_model_card(facts: RunFacts | Mapping[str, Any]) -> str:
     return f"---\n{_front_matter(facts, base_id, dataset_id)}\n---\n\n{body.strip()}\n"
 
 
-def _is_ours(card: Path) -> bool:
-    """By the tag in the front matter, which stays where somebody edits the text."""
-    return f"\n- {_TAG}\n" in card.read_text(encoding="utf-8", errors="replace")
+def is_own_card(path: Path) -> bool:
+    """Whether there is a card of this package: by the tag in the front matter, which stays where the text is edited."""
+    return path.is_file() and f"\n- {_TAG}\n" in path.read_text(encoding="utf-8", errors="replace")
 
 
 @cache

@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard
 from PIL import Image
 
 from hf_infcl import load_dual_encoder
+from hf_infcl.cli import main
 from hf_infcl.cli.demo import (
     MICRO_BATCH,
     PICTURE,
@@ -55,6 +56,15 @@ def test_a_small_demo_runs_from_end_to_end(tmp_path, capfd):
         load_dual_encoder(adapter)
     for folder in (adapter, tmp_path / "out" / "base"):
         assert (folder / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("name", ["base", "adapter"])
+def test_a_model_of_the_users_is_left_alone(tmp_path, capsys, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text("the user's own")
+    assert main(["demo", "--output_dir", str(tmp_path)]) == 2
+    assert f"{tmp_path / name} is not empty and was not written by the demo" in capsys.readouterr().err
+    assert (tmp_path / name / "config.json").read_text() == "the user's own"
 
 
 @pytest.mark.parametrize("where", ["project/.venv", "other environment"])

@@ -36,6 +36,13 @@ def captions_of(loader):
     return [pair["caption"] for pairs in loader for pair in pairs]
 
 
+@pytest.mark.parametrize(("captions", "asked"), [(["0", "17"], True), (["0", "a dog"], False), (["1.", "2"], False)])
+def test_captions_that_are_all_numbers_are_asked_about(captions, asked, caplog):
+    """A CSV's classes are text to the table that holds them."""
+    ImageTextDataset([{"image": Image.new("RGB", (2, 2)), "text": caption} for caption in captions])
+    assert ("column 'text' holds nothing but numbers: are these the captions?" in caplog.text) is asked
+
+
 def test_words_that_look_like_nothing_are_text_and_numbers_are_digits():
     words = ["None", "null", "NA", "nan", 7, 42, 7.0, np.int64(3), b"bytes"]
     pairs = ImageTextDataset(table(words))
