@@ -36,6 +36,7 @@ POINTERS = {
     "scale": "fp32", "bias": "fp32", "grad": "fp32", "row_stats": "fp32", "col_stats": "fp32", "row_parts": "fp32",
     "col_parts": "fp32", "parts": "fp32", "sum_parts": "fp32", "loss_parts": "fp32", "doubts": "i32",
     "scores": "fp32", "indices": "i64", "keys": "i32", "key_indices": "i32", "skipped": "i32", "bounds": "fp32",
+    "d_x": "fp32", "d_y": "fp32", "sums": "fp32", "factor": "fp32", "out_scale": "fp32",
 }  # fmt: skip
 
 
@@ -112,6 +113,7 @@ def main() -> None:
     backward = {**both, "WANT_SUM": False, "DEFER": False, "REPAIR": False}
     merge = {"ROWS": True, "COLS": True, "MANY_POSITIVES": False, "SMOOTH": False, "FRESH": True, "LOSS": True}
     gradient = {"FOR_X": True, "FOR_Y": True, "WANT_SUM": True, "SPLIT": False, "RUN": 2**30}
+    finish = {"FOR_X": True, "FOR_Y": True, "WANT_SCALE": True, "FACTOR": False, "BLOCK": 2048, "STEP": 256}
     big = (128, 128, 64, 4, 3) if capability >= 90 else (128, 128, 32, 4, 4)
     small = (64, 64, 64, 4, 3)
     strip = (64, 128, 64, 4, 3) if capability >= 90 else (64, 128, 32, 4, 4)
@@ -138,10 +140,11 @@ def main() -> None:
         (statistics, small, {**forward, "EXACT": True, "FRESH": True}, {"copy_engine": False}),
         (weights, small, backward, {"copy_engine": False}),
         (kernels_gradient.gradient_kernel, small, gradient, {"copy_engine": False}),
+        (kernels_gradient.finish_kernel, (0, 0, 0, 4, 1), finish, {"copy_engine": False}),
         (kernels_topk.topk_kernel, strip, {**search, "K": 32}, {}),
         (kernels_topk.topk_kernel, strip, {**search, "K": 64}, {}),
-        (kernels_topk_buffer.topk_buffer_kernel, strip, {**search, "BOUNDED": True, "REDO": False, "WIDTH": 64}, {}),
-        (kernels_topk_buffer.topk_buffer_kernel, strip, {**search, "BOUNDED": False, "REDO": True, "WIDTH": 64}, {}),
+        (kernels_topk_buffer.topk_buffer_kernel, strip, {**search, "BOUNDED": True, "REDO": False, "WIDTH": 32}, {}),
+        (kernels_topk_buffer.topk_buffer_kernel, strip, {**search, "BOUNDED": False, "REDO": True, "WIDTH": 32}, {}),
         (kernels_statistics.merge_kernel, (0, 0, 0, 4, 1), {**merge, "BLOCK": 32, "STEP": 16}, {"copy_engine": False}),
     ]
     for kernel, tile, switches, more in jobs:

@@ -6,8 +6,8 @@
 The rate counts the floor of four products of 2 N^2 D operations (one forward; recompute, dX and dY backward), whatever
 an implementation really spends. Times are medians over device events, so that launch overhead counts where it shows; a
 million pairs are timed once. Rows that are compared are timed in turn, in rounds, and the median round counts: a chip
-that has worked for a minute is slower than one that has rested, and a host waits longer for its threads at one time than
-at others. The roof, the rate of one 8192^3 product of the vendor's library, takes part in the rounds like the rest.
+that has worked for a minute is slower than one that has rested, and a host waits longer for its threads at some times.
+The roof, the rate of one 8192^3 product of the vendor's library, takes part in the rounds like the rest.
 Suites can be run one by one: each replaces its own rows of the results file.
 Memory is the peak beyond inputs and returned gradients. The error is ||gradient - reference|| / max(||reference||,
 0.05 s / sqrt(N)) against float64.

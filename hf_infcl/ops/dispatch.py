@@ -22,6 +22,11 @@ def triton_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+@cache
+def _is_recent(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     """The backend that ``backend`` means for tensors of a device and dtype: ``"triton"`` or ``"torch"``.
 
@@ -39,8 +44,8 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     on_cuda = device.type == "cuda"
     if backend == "auto":
-        able = on_cuda and dtype in _TRITON_DTYPES and triton_installed()
-        return "triton" if able and torch.cuda.get_device_capability(device) >= (8, 0) else "torch"
+        able = on_cuda and dtype in _TRITON_DTYPES and triton_installed() and _is_recent(device)
+        return "triton" if able else "torch"
     if backend == "triton":
         if not triton_installed():
             raise ValueError("backend='triton' needs the package triton, which is not installed; use backend='torch'")

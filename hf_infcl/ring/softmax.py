@@ -125,7 +125,8 @@ def softmax_backward(
     engine, s = _engine(images, scale, spec)
     small = _small(engine, images, texts, s, ids, banks, spec, layout)
     if small is not None:
-        return _times(grad, _made(small, row_data, col_data, spec, needs), images, scale)
+        made = _made(small, row_data, col_data, spec, needs)
+        return _finished(small.finish, made, grad, images.dtype, scale)
     mine, travelling = shards(layout, images, texts, ids, banks)
     share = grad.to(engine.accumulator) / (spec.directions * layout.rows * engine.gain)
     all_rows = Statistics(row_data) if spec.for_rows else None
@@ -159,24 +160,17 @@ def softmax_backward(
     return d_images, d_texts, (share * layout.world.sum_(sum_gu)).to(scale.dtype).reshape(scale.shape)
 
 
-# A small batch's gradients for an incoming gradient of one: of images and texts in float32, yet to be multiplied by the
-# last (None: by nothing), and of the scale.
-Made = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+# A small batch's gradients as the backend keeps them until the incoming one is known.
+Made = tuple[Tensor | None, ...]
 
 
 def _made(small: Any, row_data: Tensor, col_data: Tensor, spec: Spec, needs: Needs) -> Made:
     return small.gradients(row_data if spec.for_rows else None, col_data if spec.for_cols else None, needs)  # type: ignore[no-any-return]
 
 
-def _times(grad: Tensor, made: Made, embeds: Tensor, scale: Tensor) -> Gradients:
-    """The gradients for an incoming one, rounded once to the dtypes of what they belong to."""
-    d_images, d_texts, d_scale, factor = made
-    share = grad if factor is None else grad * factor
-    d_images, d_texts = (
-        None if d is None else torch.mul(d, share, out=torch.empty_like(d, dtype=embeds.dtype))
-        for d in (d_images, d_texts)
-    )
-    return d_images, d_texts, None if d_scale is None else (d_scale * grad).to(scale.dtype).reshape(scale.shape)
+def _finished(finish: Any, made: Made, grad: Tensor, embeds: torch.dtype, scale: Tensor) -> Gradients:
+    d_images, d_texts, d_scale = finish(made, grad, embeds, scale.dtype)
+    return d_images, d_texts, d_scale if d_scale is None or scale.ndim == 0 else d_scale.reshape(scale.shape)
 
 
 class _SoftmaxLoss(torch.autograd.Function):
@@ -207,7 +201,8 @@ class _SoftmaxLoss(torch.autograd.Function):
                 loss, rows, cols = small.loss(spec.for_rows, spec.for_cols)
             if ctx.is_ready:
                 made = _made(small, rows, cols, spec, ctx.needs_input_grad[:3])
-                ctx.save_for_backward(images, scale, *made)
+                ctx.finish, ctx.embeds = small.finish, images.dtype
+                ctx.save_for_backward(scale, *made)
                 return loss  # type: ignore[no-any-return]
         ctx.save_for_backward(images, texts, scale, ids, bank_images, bank_texts, bank_ids, rows, cols)
         return loss
@@ -216,8 +211,8 @@ class _SoftmaxLoss(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.is_ready:
-            images, scale, *made = ctx.saved_tensors
-            return *_times(grad, tuple(made), images, scale), *[None] * 7
+            scale, *made = ctx.saved_tensors
+            return *_finished(ctx.finish, tuple(made), grad, ctx.embeds, scale), *[None] * 7
         images, texts, scale, ids, bank_images, bank_texts, bank_ids, rows, cols = ctx.saved_tensors
         banks = bank_images, bank_texts, bank_ids
         with torch.autocast(images.device.type, enabled=False):

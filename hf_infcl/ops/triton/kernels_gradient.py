@@ -1,4 +1,4 @@
-"""Both gradients of a small batch from its G, in one launch."""
+"""Both gradients of a small batch from its G in one launch, and what the backward pass makes of them in another."""
 
 import triton
 import triton.language as tl
@@ -69,3 +69,40 @@ def gradient_kernel(
                 run = _add_product(a.T, b, run, SPLIT, PRECISION)
             acc += run
         tl.store(out_y + out_at, acc * factor, mask=there)
+
+
+@triton.jit
+def _multiply(values, factor, out, at, there):
+    product = tl.load(values + at, mask=there, other=0.0) * factor
+    tl.store(out + at, product.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["length", "n_sums"])
+def finish_kernel(
+    d_x, d_y, sums, factor, grad, out_x, out_y, out_scale, length, n_sums,
+    FOR_X: tl.constexpr, FOR_Y: tl.constexpr, WANT_SCALE: tl.constexpr, FACTOR: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Float32 gradients times the incoming one (and times `factor`: FACTOR), rounded once to the dtypes of their outs.
+
+    d_x, d_y, out_x, out_y: (length,). The first programs make out_x, the others out_y. sums: (n_sums,) parts of the
+    scale's gradient, which the first program adds up in their order.
+    """
+    program = tl.program_id(0)
+    by = tl.load(grad).to(tl.float32)
+    if WANT_SCALE:
+        if program == 0:
+            total = tl.zeros((STEP,), tl.float32)
+            for start in range(0, n_sums, STEP):
+                at = start + tl.arange(0, STEP)
+                total += tl.load(sums + at, mask=at < n_sums, other=0.0)
+            tl.store(out_scale, (tl.sum(total, 0) * by).to(out_scale.dtype.element_ty))
+    if FACTOR:
+        by *= tl.load(factor)
+    blocks = tl.cdiv(length, BLOCK)
+    block = program % blocks
+    at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if FOR_X and (program < blocks or not FOR_Y):
+        _multiply(d_x, by, out_x, at, at < length)
+    elif FOR_Y:
+        _multiply(d_y, by, out_y, at, at < length)

@@ -12,14 +12,15 @@ from torch import Tensor
 from hf_infcl.ops.chunks import parts
 from hf_infcl.ops.sides import Rule, Side
 from hf_infcl.ops.triton.configs import TileConfig, interpreted
-from hf_infcl.ops.triton.kernels_gradient import gradient_kernel
+from hf_infcl.ops.triton.kernels_gradient import finish_kernel, gradient_kernel
 from hf_infcl.ops.triton.kernels_statistics import merge_kernel, statistics_kernel
 from hf_infcl.ops.triton.kernels_weights import weights_kernel
 from hf_infcl.ops.triton.launch import Tiles, launch, operand
 from hf_infcl.ops.triton.products import gain, matmul
 from hf_infcl.ops.triton.softmax import exact
 
-# Of images and of texts, both yet to be multiplied by the last (None: by nothing), and of the scale.
+# In float32 for an incoming gradient of one: of images and of texts, both yet to be multiplied by the last (None: by
+# nothing), and parts of the scale's, yet to be added up.
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 LARGEST = 16_384
@@ -28,12 +29,13 @@ LARGEST_FLOAT32 = LARGEST_WITH_IDS = 8192
 # Up to here G is kept in float32 beside half-precision embeddings, and multiplied as the sum of two such numbers.
 # Rounded to bfloat16 its errors may all point one way (n equal rows), and a small sum has too few to forgive one.
 _LARGEST_SPLIT = 2048
-# Beyond this the vendor's products are faster by more than their further launches cost (0.18 ms against 0.25 on an
-# H200 at 8,192 pairs of 512).
-_LARGEST_FUSED = 4096
+# Up to here both products with G are one launch. The vendor's are faster (0.18 ms against 0.25 on an H200 at 8,192
+# pairs of 512), but with what they leave to be done take ten launches more.
+_LARGEST_FUSED = 8192
 _BAND = 2**26  # entries of G at a time for the vendor's products, 128 MiB in half precision
 _MERGE_ROWS, _MERGE_STEP = 32, 16
 _RUN = 128
+_FINISH_BLOCK = 2048
 
 
 def suits(n: int, dtype: torch.dtype, has_ids: bool, block_size: int | None) -> bool:
@@ -51,6 +53,28 @@ def _tile(n: int, dtype: torch.dtype, precision: str, device: torch.device) -> T
     return TileConfig(128, 128, 64, 4, 3) if n > 2048 else TileConfig(64, 64, 64, 4, 3, copy_engine=False)
 
 
+def finish(
+    made: Gradients, grad: Tensor, dtype: torch.dtype, scale_dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients for an incoming one, a scalar, each rounded once: of images and texts to dtype, of the scale."""
+    d_x, d_y, sums, factor = made
+    some = d_x if d_x is not None else d_y
+    length = 1 if some is None else some.numel()
+    out_x, out_y = (None if d is None else torch.empty_like(d, dtype=dtype) for d in (d_x, d_y))
+    out_scale = None if sums is None else torch.empty((), device=grad.device, dtype=scale_dtype)
+    for_x, for_y = d_x is not None, d_y is not None
+    launch(
+        finish_kernel,
+        grad.device,
+        -(-length // _FINISH_BLOCK) * max(for_x + for_y, 1),
+        (d_x, d_y, sums, factor, grad, out_x, out_y, out_scale, length, 0 if sums is None else sums.numel()),
+        (for_x, for_y, sums is not None, factor is not None, _FINISH_BLOCK, 256),
+        warps=4,
+        stages=1,
+    )
+    return out_x, out_y, out_scale
+
+
 class Batch:
     """A small batch of n pairs: its loss, and its gradients from the statistics that the loss leaves.
 
@@ -60,6 +84,8 @@ class Batch:
         ids: (n, m) int64 or None.
         rule, precision: as everywhere.
     """
+
+    finish = staticmethod(finish)
 
     def __init__(self, images: Tensor, texts: Tensor, scale: Tensor, ids: Tensor | None, rule: Rule, precision: str):
         self.images, self.texts, self.scale, self.ids = images, texts, scale, ids
@@ -108,14 +134,10 @@ class Batch:
         return losses.sum(), rows, cols
 
     def gradients(self, rows: Tensor | None, cols: Tensor | None, needs: tuple[bool, bool, bool]) -> Gradients:
-        """Gradients of images, texts and scale in float32, None where not needed, and a factor.
+        """Gradients of images, texts and scale, None where not needed, as `finish` takes them.
 
         Args:
             rows, cols: their statistics; None: not anchors.
-
-        Returns:
-            Gradients of images and texts but for the factor, which spares two passes over them; the scale's; the
-            factor, a scalar, or None for one.
         """
         n, dtype = len(self.images), self.images.dtype
         share = 1.0 / (((rows is not None) + (cols is not None)) * n * gain(dtype))
@@ -163,7 +185,7 @@ class Batch:
         d_x = None if not needs[0] else of_images[0] if height >= n else torch.cat(of_images)
         sum_gu = None
         if needs[2]:
-            sum_gu = ((images * d_x).sum() if d_x is not None else torch.cat(from_tiles).sum()) * share
+            sum_gu = ((images * d_x).sum() if d_x is not None else torch.cat(from_tiles)) * share
         return d_x, d_y, sum_gu, self.scale * share
 
     def _fused(
@@ -182,7 +204,7 @@ class Batch:
         sums = torch.empty(tiles.tiles_m * tiles.tiles_n, device=device) if need_scale and not need_x else None
         self._weights(tiles, g[:, :n], rows, cols, sums)
         if not (need_x or need_y):
-            return None, None, None if sums is None else sums.sum() * share, None
+            return None, None, None if sums is None else sums * share, None
         block_d = 16 if depth <= 16 else 32 if depth <= 32 else 64 if depth <= 64 else c.block_n
         programs = -(-n // c.block_m) * -(-depth // block_d)
         dot_sums = torch.empty(programs, device=device) if need_scale and need_x else None
@@ -204,5 +226,5 @@ class Batch:
             c.stages,
         )  # fmt: skip
         if dot_sums is not None:
-            return d_x, d_y, dot_sums.sum(), None
-        return d_x, d_y, None if sums is None else sums.sum() * share, None
+            return d_x, d_y, dot_sums, None
+        return d_x, d_y, None if sums is None else sums * share, None
