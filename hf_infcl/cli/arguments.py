@@ -1,11 +1,8 @@
 """What a recipe or a command says besides the training arguments: the data and the model."""
 
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
-
-logger = logging.getLogger(__name__)
 
 AUTO_SPLIT = "auto"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -185,7 +182,3 @@ class ModelArguments:
 
     def __post_init__(self) -> None:
         check_choice(self, "dtype", DTYPES)
-        adapter = [entry for entry in fields(self) if entry.name.startswith(("lora_", "use_rslora", "use_dora"))]
-        changed = [entry.name for entry in adapter if getattr(self, entry.name) != entry.default]
-        if changed and not self.use_peft:
-            logger.warning("%s have no effect without use_peft: the whole model is trained", ", ".join(changed))

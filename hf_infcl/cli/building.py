@@ -23,12 +23,15 @@ def load_datasets(script_args: "ScriptArguments", training_args: "InfCLConfig") 
     Raises:
         ValueError: the split to evaluate on is not there, or `eval_strategy` asks for evaluations without one.
     """
+    from transformers import IntervalStrategy
+
     train = _split(script_args, training_args, script_args.dataset_train_split, script_args.dataset_streaming)
     train = first_rows(train, script_args.max_train_samples)
     if script_args.dataset_test_split is None:
         if training_args.eval_strategy != "no":
+            strategy = IntervalStrategy(training_args.eval_strategy).value
             raise ValueError(
-                f"eval_strategy is {str(training_args.eval_strategy)!r} but dataset_test_split is none; "
+                f"eval_strategy is {strategy!r} but dataset_test_split is none; "
                 "name a split to evaluate on, or set eval_strategy to no"
             )
         return train, None

@@ -325,17 +325,22 @@ Then with a model and a dataset that are downloaded (needs the Hub):
     )
 
 
-def _check_folders(output_dir: str) -> None:
-    """Refuses to write models over what an earlier demo did not write, which left its card."""
+def _check_folders(output_dir: str) -> bool:
+    """Whether there are models of an earlier demo, known by its card, to write over; refuses any others."""
     from hf_infcl.hub.card import CARD_NAME, is_own_card
 
+    replaces = False
     for folder in (Path(output_dir, name) for name in ("base", "adapter")):
         there = next(folder.iterdir(), None) if folder.is_dir() else None
-        if there is not None and not is_own_card(folder / CARD_NAME):
+        if there is None:
+            continue
+        if not is_own_card(folder / CARD_NAME):
             raise ValueError(
                 f"{folder} is not empty and was not written by the demo ({there.name} is there); "
                 "name another folder by --output_dir"
             )
+        replaces = True
+    return replaces
 
 
 def run(args: Sequence[str] | None = None) -> int:
@@ -356,7 +361,8 @@ def run(args: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore", FutureWarning)
 
     def prepare() -> tuple[str, int]:
-        _check_folders(parsed.output_dir)
+        if _check_folders(parsed.output_dir):
+            print(f"This run replaces the models that an earlier demo wrote to {parsed.output_dir}.")
         return parsed.output_dir, parsed.seed
 
     return run_command(parser.prog, prepare, lambda *told: report(run_demo(*told)))

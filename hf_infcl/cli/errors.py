@@ -23,7 +23,8 @@ def run_command(prog: str, prepare: Callable[[], tuple[Any, ...]], work: Callabl
             memory that does not suffice, a Hub that does not answer.
 
     Returns:
-        The exit status: 0, or 2 for an error of the user's, which has been printed as one line.
+        The exit status: 0; 2 for an error of the user's, which has been printed as one line; or 130, as a shell says it
+        of an interrupted program, where the user stopped it: what the interrupt says of going on has been printed.
     """
     is_users = _is_users_at_start
     try:
@@ -37,6 +38,11 @@ def run_command(prog: str, prepare: Callable[[], tuple[Any, ...]], work: Callabl
         logger.debug("stopped by", exc_info=error)
         tqdm.write(f"{prog}: error: {_one_line(error)}", file=sys.stderr)  # not behind a bar that was cut short
         return 2
+    except KeyboardInterrupt as interrupt:
+        logger.debug("interrupted", exc_info=interrupt)
+        for note in getattr(interrupt, "__notes__", ()):
+            tqdm.write(note, file=sys.stderr)
+        return 130  # 128 + SIGINT; a launcher of several processes takes it for the failure that it is
     return 0
 
 

@@ -29,7 +29,7 @@ def main(args: Sequence[str] | None = None) -> int:
         args: the command line without the program's name, by default this process's.
 
     Returns:
-        The exit status: 0, or 2 for a command line or recipe that cannot be followed.
+        The exit status: 0, 2 for a command line or recipe that cannot be followed, or 130 where it was interrupted.
     """
     args = list(sys.argv[1:] if args is None else args)
     if not args or args[0] in ("-h", "--help"):

@@ -96,6 +96,7 @@ def build(
     from transformers import set_seed
 
     from hf_infcl.cli.building import load_datasets, lora_config, model_init_kwargs
+    from hf_infcl.cli.unused import unused_options
     from hf_infcl.trainer import InfCLTrainer
 
     set_seed(training_args.seed)
@@ -108,6 +109,9 @@ def build(
         eval_dataset=eval_dataset,
         peft_config=lora_config(model_args),
     )
+    if trainer.is_world_process_zero():
+        for line in unused_options(script_args, model_args, evaluates=eval_dataset is not None):
+            logger.warning("%s", line)
     return trainer, trainer.find_checkpoint(_checkpoint(training_args.resume_from_checkpoint))
 
 

@@ -103,7 +103,7 @@ def save_options(folder: str | Path, args: InfCLConfig, started: float) -> None:
     if args.should_save:
         Path(folder).mkdir(parents=True, exist_ok=True)
         noted = {**_options(args), _STARTED: started}
-        Path(folder, _OPTIONS).write_text(json.dumps(noted) + "\n", encoding="utf-8")
+        Path(folder, _OPTIONS).write_text(json.dumps(noted, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def newest_checkpoint(output_dir: str | Path) -> str | None:

@@ -29,7 +29,7 @@ def describe_run(trainer: Any) -> str:
     processes = f"{args.world_size} process" + ("" if args.world_size == 1 else "es")
     return "; ".join(
         (
-            f"{_pairs(trainer.train_dataset)} training pairs, {_pairs(trainer.eval_dataset)} evaluation pairs",
+            f"{_pairs(trainer.train_dataset, 'training')}, {_pairs(trainer.eval_dataset, 'evaluation')}",
             f"{trained:,} of {sum(parameter.numel() for parameter in parameters):,} parameters trained, "
             f"{what}in {_WHERE[trainer.trained_sides]}",
             f"contrastive batch {args.contrastive_batch_size:,} = {args.train_batch_size:,} a micro-batch x "
@@ -48,9 +48,14 @@ _WHERE = {
 }
 
 
-def _pairs(dataset: Any) -> str:
+def _pairs(dataset: Any, kind: str) -> str:
+    count = _count(dataset)
+    return f"{count} {kind} pair{'' if count == '1' else 's'}"
+
+
+def _count(dataset: Any) -> str:
     if isinstance(dataset, Mapping):
-        return " + ".join(_pairs(one) for one in dataset.values())
+        return " + ".join(map(_count, dataset.values()))
     if dataset is None:
         return "no"
     return "a stream of" if isinstance(dataset, IterableDataset) else f"{len(dataset):,}"

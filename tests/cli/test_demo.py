@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from PIL import Image
 
 from hf_infcl import load_dual_encoder
-from hf_infcl.cli import main
+from hf_infcl.cli import demo, main
 from hf_infcl.cli.demo import (
     MICRO_BATCH,
     PICTURE,
@@ -24,6 +24,7 @@ from hf_infcl.cli.demo import (
     tiny_clip,
 )
 from hf_infcl.data import load_image_text_dataset, sample_processor
+from hf_infcl.hub.card import RunFacts, write_model_card
 
 
 def test_a_small_demo_runs_from_end_to_end(tmp_path, capfd):
@@ -65,6 +66,16 @@ def test_a_model_of_the_users_is_left_alone(tmp_path, capsys, name):
     assert main(["demo", "--output_dir", str(tmp_path)]) == 2
     assert f"{tmp_path / name} is not empty and was not written by the demo" in capsys.readouterr().err
     assert (tmp_path / name / "config.json").read_text() == "the user's own"
+
+
+def test_a_second_demo_says_that_it_replaces_the_models_of_the_first(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(demo, "run_demo", lambda folder, _seed: write_model_card(RunFacts(), Path(folder, "base")))
+    monkeypatch.setattr(demo, "report", lambda _: None)
+    command = ["demo", "--output_dir", str(tmp_path)]
+    assert main(command) == 0
+    assert capsys.readouterr().out == ""
+    assert main(command) == 0
+    assert capsys.readouterr().out == f"This run replaces the models that an earlier demo wrote to {tmp_path}.\n"
 
 
 @pytest.mark.parametrize("where", ["project/.venv", "other environment"])

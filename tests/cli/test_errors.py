@@ -1,6 +1,7 @@
 """What a user got wrong is one line and exit status 2; what is wrong here keeps its traceback and asks for a report."""
 
 import json
+import signal
 
 import pytest
 
@@ -125,3 +126,20 @@ def test_an_error_of_the_training_keeps_its_traceback(tmp_path, monkeypatch):
     with pytest.raises(KeyError) as stop:
         main(["train", *train_options(tmp_path)])
     assert "what `hf-infcl env` prints" in stop.value.__notes__[0]
+
+
+def test_an_interrupted_training_says_how_to_go_on_and_no_more(tmp_path, monkeypatch, capsys):
+    step = InfCLTrainer.training_step
+
+    def interrupted(self, *args, **kwargs):
+        if self.state.global_step == 1:
+            signal.raise_signal(signal.SIGINT)
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(InfCLTrainer, "training_step", interrupted)
+    given = train_options(tmp_path, dataset_test_split="none", max_steps=2, save_steps=1, disable_tqdm=True)
+    capsys.readouterr()
+    assert main(["train", *given]) == 130
+    said = capsys.readouterr().err
+    assert said.splitlines()[-1].startswith(f"To go on from {tmp_path / 'out' / 'checkpoint-1'}: ")
+    assert "Traceback" not in said

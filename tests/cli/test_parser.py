@@ -173,15 +173,6 @@ def test_use_lora_is_called_use_peft(recipe, word):
         parse("--config", recipe("use_lora: true\n"), kinds=kinds)
 
 
-def test_adapter_options_without_adapter_are_one_warning(caplog):
-    ModelArguments("a", use_peft=True, lora_r=4)
-    ModelArguments("a")
-    assert not caplog.text
-    ModelArguments("a", lora_r=4, use_dora=True)
-    (record,) = caplog.records
-    assert record.getMessage() == "lora_r, use_dora have no effect without use_peft: the whole model is trained"
-
-
 @pytest.mark.parametrize(
     ("kind", "arguments", "said"),
     [

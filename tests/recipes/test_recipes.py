@@ -114,7 +114,7 @@ def test_a_run_without_an_evaluation_split(tmp_path, capsys):
 
 def test_evaluations_without_a_split_are_refused(tmp_path):
     options = small_run(tmp_path, dataset_test_split="none", eval_strategy="steps")
-    with pytest.raises(ValueError, match="dataset_test_split is none"):
+    with pytest.raises(ValueError, match="eval_strategy is 'steps' but dataset_test_split is none"):
         main(*make_parser().parse(options))
 
 

@@ -31,6 +31,7 @@ def test_a_run_is_described_in_numbers_that_are_its_own(tmp_path, caplog):
         ({"freeze_vision_model": True}, "trained, in the text tower only"),
         ({"train_dataset": Stream(Rows(8))}, "a stream of training pairs, no evaluation pairs"),
         ({"eval_dataset": {"a": Rows(4), "b": Rows(6)}}, "4 + 6 evaluation pairs"),
+        ({"eval_dataset": Rows(1)}, ", 1 evaluation pair; "),
     ],
 )
 def test_what_is_trained_and_on_what_is_said(tmp_path, options, said):
