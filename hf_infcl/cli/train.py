@@ -169,8 +169,9 @@ def run(args: Sequence[str] | None = None, prog: str = "hf-infcl train") -> int:
     """Parses a command line and trains.
 
     Returns:
-        The exit status: 2 where command line, recipe, data or model cannot be followed, else 0. What fails once the
-        training runs keeps its traceback, unless it is a picture, a caption, the memory or the Hub.
+        The exit status: 2 where command line, recipe, data or model cannot be followed, 130 where the run was
+        interrupted, else 0. What fails once the training runs keeps its traceback, unless it is a picture, a caption,
+        the memory or the Hub.
     """
     from hf_infcl.cli.errors import run_command
 
@@ -178,4 +179,10 @@ def run(args: Sequence[str] | None = None, prog: str = "hf-infcl train") -> int:
         script_args, training_args, model_args = make_parser(prog).parse(args)
         return *build(script_args, training_args, model_args), script_args, model_args
 
-    return run_command(prog, prepare, fine_tune)
+    def work(trainer: "InfCLTrainer", *told: Any) -> None:
+        fine_tune(trainer, *told)
+        # A process that ends while the group's threads still run can be aborted by them; its launcher then kills the
+        # others, and the first one may still be writing the card.
+        trainer.accelerator.end_training()
+
+    return run_command(prog, prepare, work)

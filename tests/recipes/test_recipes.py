@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 import yaml
 from huggingface_hub import ModelCard
 
@@ -133,6 +134,15 @@ def test_a_value_that_cannot_be_is_said_in_one_line(tmp_path, option, value, sai
     error = capsys.readouterr().err
     assert re.search(said, error)
     assert error.count("\n") == 1
+
+
+def test_the_command_leaves_no_process_group_behind(tmp_path, monkeypatch):
+    def in_a_group(*_):
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+
+    monkeypatch.setattr("hf_infcl.cli.train.fine_tune", in_a_group)
+    assert run(small_run(tmp_path)) == 0
+    assert not dist.is_initialized()
 
 
 def test_the_script_runs_under_accelerate_launch(tmp_path):
