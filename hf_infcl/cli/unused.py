@@ -1,9 +1,8 @@
 """Options of the recipe's data and adapter that were given and have no effect: said at the start, in one line each."""
 
-from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hf_infcl.cli.arguments import ModelArguments, ScriptArguments
@@ -26,6 +25,7 @@ def unused_options(script_args: "ScriptArguments", model_args: "ModelArguments",
         ['max_eval_samples has no effect without a split to evaluate on']
     """
     from hf_infcl.data.tables import TABLE_SUFFIXES
+    from hf_infcl.trainer.unused import lines_of
 
     place = Path(script_args.dataset_name).expanduser()
     is_sample = script_args.dataset_name.removeprefix("hf_infcl/").partition(":")[0] == "sample"
@@ -34,7 +34,7 @@ def unused_options(script_args: "ScriptArguments", model_args: "ModelArguments",
     reads_text = not is_sample and not suffixes.isdisjoint(TABLE_SUFFIXES)
     adapter = [entry.name for entry in fields(model_args) if entry.name.startswith(("lora_", "use_rslora", "use_dora"))]
     return [
-        *_lines(
+        *lines_of(
             script_args,
             (not evaluates, ("max_eval_samples", "evaluate_base"), "without a split to evaluate on"),
             (not reads_text, ("delimiter", "encoding"), f"without a text table ({', '.join(TABLE_SUFFIXES)})"),
@@ -43,15 +43,5 @@ def unused_options(script_args: "ScriptArguments", model_args: "ModelArguments",
             (is_sample or is_table, ("dataset_config",), "with data that has no configurations"),
             (is_sample, ("image_root",), "with the built-in scenes"),
         ),
-        *_lines(model_args, (not model_args.use_peft, adapter, "without use_peft: the whole model is trained")),
+        *lines_of(model_args, (not model_args.use_peft, adapter, "without use_peft: the whole model is trained")),
     ]
-
-
-def _lines(arguments: Any, *groups: tuple[bool, Iterable[str], str]) -> list[str]:
-    defaults = {entry.name: entry.default for entry in fields(arguments)}
-    lines = []
-    for applies, names, reason in groups:
-        given = [name for name in names if applies and getattr(arguments, name) != defaults[name]]
-        if given:
-            lines.append(f"{', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect {reason}")
-    return lines

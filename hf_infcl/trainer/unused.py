@@ -1,6 +1,8 @@
 """Options that were given and have no effect beside the others: said at the start, in one line each."""
 
 from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
 
 from hf_infcl.trainer.config import InfCLConfig
 
@@ -57,10 +59,15 @@ def unused_options(
         (not chooses, ("metric_for_best_model",), "without evaluations: set eval_strategy"),
         (not args.push_to_hub, ("hub_model_id", "hub_revision"), "without push_to_hub"),
     )
-    fields = args.__dataclass_fields__
+    return lines_of(args, *groups)
+
+
+def lines_of(arguments: Any, *groups: tuple[bool, Iterable[str], str]) -> list[str]:
+    """One line for each group of a dataclass's options that applies and of which some were given."""
+    defaults = {entry.name: entry.default for entry in fields(arguments)}
     lines = []
     for applies, names, reason in groups:
-        given = [name for name in names if applies and getattr(args, name) not in (fields[name].default, {})]
+        given = [name for name in names if applies and getattr(arguments, name) not in (defaults[name], {})]
         if given:
             lines.append(f"{', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect {reason}")
     return lines
