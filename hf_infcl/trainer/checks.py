@@ -84,9 +84,10 @@ def check_arguments(args: TrainingArguments) -> None:
             "auto_find_batch_size needs a single process: memory may run out on one and not on the others; set "
             "per_device_train_batch_size and gradient_accumulation_steps"
         )
-    if str(args.optim).rpartition(".")[2].lower() in ("lomo", "adalomo"):
+    optimizer = getattr(args.optim, "value", args.optim)
+    if optimizer in ("lomo", "adalomo"):
         raise ValueError(
-            f"optim={args.optim} updates weights during the backward pass, between the micro-batches of one "
+            f"optim={optimizer} updates weights during the backward pass, between the micro-batches of one "
             "contrastive batch; choose another optimizer"
         )
     if args.batch_eval_metrics:
