@@ -1,7 +1,8 @@
 """Who takes part in a sweep: the processes of a group, or one alone. All that they say to each other is said here."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -128,9 +129,10 @@ class World:
         messages += [(dist.irecv, tensor, self.preceding) for tensor in receive if tensor.numel()]
         if not messages:
             return lambda: None
-        works = dist.batch_isend_irecv(
-            [dist.P2POp(do, tensor, group=self.group, group_peer=peer, tag=tag) for do, tensor, peer in messages]
-        )
+        with self._naming(*dict.fromkeys((self.following, self.preceding))):
+            works = dist.batch_isend_irecv(
+                [dist.P2POp(do, tensor, group=self.group, group_peer=peer, tag=tag) for do, tensor, peer in messages]
+            )
         # NCCL makes one piece of work of all messages.
         peers = [peer for _, _, peer in messages] if len(works) == len(messages) else [self.preceding]
 
@@ -157,8 +159,11 @@ class World:
         group = self._host_group()
         headers = [header if rank == self.rank else torch.empty_like(header) for rank in range(self.size)]
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        works = [(rank, dist.isend(header, group=group, group_dst=rank, tag=_HEADER_TAG)) for rank in others]
-        works += [(rank, dist.irecv(headers[rank], group=group, group_src=rank, tag=_HEADER_TAG)) for rank in others]
+        works: list[tuple[int, Any]] = []
+        for rank in others:
+            with self._naming(rank):
+                works.append((rank, dist.isend(header, group=group, group_dst=rank, tag=_HEADER_TAG)))
+                works.append((rank, dist.irecv(headers[rank], group=group, group_src=rank, tag=_HEADER_TAG)))
         for rank, work in works:
             self._wait_for(work, rank)
         return [values.tolist() for values in headers]
@@ -184,14 +189,19 @@ class World:
             )
 
     def _wait_for(self, work: Any, rank: int) -> None:
-        if work is None:
-            return
+        if work is not None:
+            with self._naming(rank):
+                work.wait()
+
+    @contextmanager
+    def _naming(self, *ranks: int) -> Iterator[None]:
+        """Says whose end a failed message means: gloo does not, whether it fails when posted or when waited for."""
         try:
-            work.wait()
+            yield
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {rank} of {self.size} ended or stopped answering while rank {self.rank} waited for it; what "
-                f"happened there is in its own output ({error})"
+                f"rank {' or '.join(map(str, ranks))} of {self.size} ended or stopped answering while rank {self.rank} "
+                f"waited for it; what happened there is in its own output ({error})"
             ) from error
 
     def _host_group(self) -> Any:
