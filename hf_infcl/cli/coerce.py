@@ -15,7 +15,7 @@ _UNTYPED_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": F
 _YAML_NUMBERS = {".inf": "inf", "+.inf": "inf", "-.inf": "-inf", ".nan": "nan"}
 
 
-class Mismatch(Exception):
+class Mismatch(ValueError):
     """A value that the type cannot take."""
 
 
@@ -120,9 +120,9 @@ def _untyped(value: Any) -> Any:
     if value.lower() in _UNTYPED_TRUTH:
         return _UNTYPED_TRUTH[value.lower()]
     if value.lower() in _YAML_NUMBERS or value.lstrip("+-.")[:1].isdigit():
-        for number in (int, _float):
-            with suppress(ValueError, Mismatch):
-                return number(value)
+        for kind in (int, float):
+            with suppress(Mismatch):
+                return _decimal(value, kind)
     return str(value)
 
 
@@ -135,16 +135,23 @@ def _bool(value: str) -> bool:
     raise Mismatch
 
 
-def _float(value: str) -> float:
+def _decimal(value: str, kind: type[int] | type[float]) -> Any:
+    # Python's numbers may have underscores and the digits of any script; those of YAML 1.2 may not.
+    if "_" in value or not value.isascii():
+        raise Mismatch
     try:
-        return float(_YAML_NUMBERS.get(value.lower(), value))
+        return kind(_YAML_NUMBERS.get(value.lower(), value))
     except ValueError:
         raise Mismatch from None
 
 
+def _float(value: str) -> float:
+    return _decimal(value, float)
+
+
 def _int(value: str) -> int:
-    with suppress(ValueError):
-        return int(value)
+    with suppress(Mismatch):
+        return _decimal(value, int)
     number = _float(value)
     if not number.is_integer():  # also for inf and nan
         raise Mismatch
@@ -155,7 +162,7 @@ def _dict(value: Any) -> dict[str, Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, RecursionError):
             raise Mismatch from None
     if not isinstance(value, dict):
         raise Mismatch

@@ -14,7 +14,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from hf_infcl.cli.coerce import Mismatch, coerce, type_name
-from hf_infcl.cli.recipe import RecipeError, read_recipe
+from hf_infcl.cli.recipe import RecipeError, Word, read_recipe
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,16 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
             return f"{action.help} (required)"
         says_it = action.default is None or "(default" in (action.help or "")
         return action.help if says_it else super()._get_help_string(action)
+
+
+def _read_as(kind: Any) -> Callable[[str], Any]:
+    """Reads a number of the command line as one of a recipe."""
+
+    def read(word: str) -> Any:
+        return coerce(Word(word), kind)
+
+    read.__name__ = kind.__name__  # by which argparse names it in an error
+    return read
 
 
 class RecipeParser(HfArgumentParser):
@@ -96,6 +106,9 @@ class RecipeParser(HfArgumentParser):
         # An abbreviation would hide a typing error: `--learning_rat 1` must not set the learning rate.
         usage = "%(prog)s [--config RECIPE] [--FIELD VALUE ...]"
         super().__init__(shown or self._kinds, allow_abbrev=False, usage=usage, formatter_class=_Help, **kwargs)
+        for action in self._actions:
+            if action.type in (int, float):
+                action.type = _read_as(action.type)
         self.add_argument("--config", metavar="RECIPE", help="YAML recipe; any field given here overrides it")
         if self._rare:
             self.add_argument("--help-all", action="help", help=f"show {len(self._rare)} further fields too, and exit")
@@ -157,12 +170,13 @@ class RecipeParser(HfArgumentParser):
             raise RecipeError(f"{path}: {error}") from error
         except OSError as error:
             raise RecipeError(f"cannot read the recipe {path}: {error.strerror}") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except UnicodeDecodeError as error:
+            raise RecipeError(f"{path} is not UTF-8 text, which a recipe must be: {error}") from error
+        except yaml.YAMLError as error:
             raise RecipeError(f"{path} is not valid YAML: {error}") from error
-        if content is None:
-            return {}, {}
         if not isinstance(content, dict):
-            raise RecipeError(f"{path} holds a {type(content).__name__}; expected a mapping of field names to values")
+            found = "is empty" if content is None else "holds a list" if isinstance(content, list) else "holds text"
+            raise RecipeError(f"{path} {found}; expected a mapping of field names to values")
         if self._other is not None and not content.keys() <= self._types.keys():
             content = self._without_the_others(content, path)
         # A key that a merge brought in stands elsewhere.

@@ -19,8 +19,32 @@ class Word(str):
     __slots__ = ()
 
 
+_DEEPEST = 100  # levels: more than any field takes, and less than the stack of what reads them recursively
+
+
 class _Loader(yaml.SafeLoader):
     """YAML whose plain values stay words, and in which a key given twice is an error: the first would go unnoticed."""
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        line = event.start_mark.line + 1
+        if isinstance(event, yaml.AliasEvent):
+            # Only a list or a mapping that is still being read has no end.
+            if event.anchor in self.anchors and self.anchors[event.anchor].end_mark is None:
+                raise RecipeError(f"line {line}: the alias *{event.anchor} stands inside what it names")
+        elif event.tag is not None:
+            tag = event.tag.replace("tag:yaml.org,2002:", "!!")
+            raise RecipeError(
+                f"line {line}: tags such as {tag} are not read; the type of its field says what a value is"
+            )
+        if self._depth == _DEEPEST:
+            raise RecipeError(f"line {line}: more than {_DEEPEST} lists and mappings inside each other")
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
@@ -61,7 +85,7 @@ def read_recipe(text: str) -> tuple[Any, dict[str, int]]:
         the line in which each of its keys stands.
 
     Raises:
-        RecipeError: a key that is given twice.
+        RecipeError: a key that is given twice, a tag, an alias inside what it names, too many levels.
         yaml.YAMLError: no valid YAML.
 
     Example:

@@ -15,7 +15,7 @@ from hf_infcl.cli.recipe import read_recipe
     [
         ("1e-4", float, 1e-4),  # YAML 1.1: a string
         ("010", int, 10),  # YAML 1.1: 8
-        ("1_000", int, 1000),
+        ("1_000", str, "1_000"),
         ("007", float, 7.0),
         ("010", str, "010"),
         ("1:30", str, "1:30"),  # YAML 1.1: 90
@@ -48,6 +48,7 @@ from hf_infcl.cli.recipe import read_recipe
         ("ds.json", dict | str | None, "ds.json"),
         ("'{\"a\": 1}'", dict[str, Any], {"a": 1}),
         ("[1, x]", Any, [1, "x"]),
+        ("[1_000, 1_0.5, ٣]", Any, ["1_000", "1_0.5", "٣"]),
         (
             "{a: 010, b: '010', c: no, d: 1e-3, e: 1:30, f: x1, g: null, h: {i: [true]}, j: .inf}",
             dict | str | None,
@@ -85,6 +86,10 @@ def test_a_value_means_what_it_says(text, kind, want):
         ("0x10", int),
         ("1:30", int),
         ("0b1", int),
+        ("1_000", int),
+        ("1_0.5", float),
+        ("٣", int),
+        ("٣.5", float | None),
         ("[a]", str),
         ("null", str),
         ("sometimes", IntervalStrategy | str),
@@ -93,6 +98,7 @@ def test_a_value_means_what_it_says(text, kind, want):
         ("[1, x]", list[int]),
         ("text", dict[str, Any]),
         ("'[1]'", dict[str, Any]),
+        (f"'{'[' * 100_000}'", dict[str, Any]),
     ],
 )
 def test_a_value_of_another_kind_is_refused(text, kind):

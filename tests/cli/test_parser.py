@@ -8,6 +8,7 @@ from transformers import TrainingArguments
 from hf_infcl import InfCLConfig
 from hf_infcl.cli.arguments import ModelArguments, ScriptArguments
 from hf_infcl.cli.parser import OtherCommand, RecipeError, RecipeParser
+from hf_infcl.cli.recipe import read_recipe
 
 
 @dataclass
@@ -45,6 +46,7 @@ def test_recipe_values_are_coerced_and_the_command_line_wins(recipe):
 def test_a_number_means_what_it_means_on_the_command_line(recipe):
     assert parse("--config", recipe("name: 010\nsteps: 010\n")) == parse("--name", "010", "--steps", "010")
     assert parse("--name", "010", "--steps", "010") == (Plain("010", steps=10),)
+    assert parse("--name", "a", "--steps", "1e3", "--rate", ".5") == (Plain("a", 0.5, 1000),)
 
 
 def test_keys_may_be_merged_in(recipe):
@@ -78,6 +80,18 @@ def test_dashes_and_equal_signs_work():
         ("rate: 1", "name is missing: give --name or put it into the recipe"),
         ("- a\n- b", "holds a list; expected a mapping"),
         ("a: [", "not valid YAML"),
+        ("just words", r"recipe\.yaml holds text; expected a mapping"),
+        ("'a: b'", r"recipe\.yaml holds text; expected a mapping"),
+        ("# nothing yet\n", r"recipe\.yaml is empty; expected a mapping"),
+        ("", r"recipe\.yaml is empty; expected a mapping"),
+        ("name: a\nparts: &a {b: *a}", r"recipe\.yaml: line 2: the alias \*a stands inside what it names$"),
+        ("name: a\nparts: &a [&b [x], *b, *a]", r"recipe\.yaml: line 2: the alias \*a stands inside"),
+        (f"name: a\nparts: {'[' * 3000}{']' * 3000}", r"recipe\.yaml: line 2: more than 100 lists and mappings"),
+        ("name: a\nrate: !!float 1e-3", r"recipe\.yaml: line 2: tags such as !!float are not read"),
+        ("steps: !!int '3'", r"recipe\.yaml: line 1: tags such as !!int are not read"),
+        ("name: !own {a: 1}", r"recipe\.yaml: line 1: tags such as !own are not read"),
+        ("name: a\nsteps: 1_000", r"line 2: field 'steps' is '1_000'; expected a whole number$"),
+        ("name: a\nsteps: ٣", r"line 2: field 'steps' is '٣'; expected a whole number$"),
     ],
 )
 def test_a_bad_recipe_is_explained(recipe, text, said):
@@ -92,6 +106,9 @@ def test_a_bad_recipe_is_explained(recipe, text, said):
         (["--name", "a", "--step", "3"], "unknown option --step; did you mean --steps"),  # no abbreviations
         (["--name", "a", "stray"], "'stray' belongs to no option"),
         (["--name", "a", "--rate", "fast"], "--rate: invalid float value: 'fast'"),
+        (["--name", "a", "--rate", "1_0.5"], "--rate: invalid float value: '1_0.5'"),
+        (["--name", "a", "--steps", "1_000"], "--steps: invalid int value: '1_000'"),
+        (["--name", "a", "--steps", "٣"], "--steps: invalid int value: '٣'"),
         ([], "name is missing"),
         (["--config", "nowhere.yaml"], "cannot read the recipe nowhere.yaml: No such file"),
     ],
@@ -130,8 +147,16 @@ def test_fields_of_another_commands_recipe_are_left_aside_in_one_line(recipe, ca
     assert parser.parse(["--config", recipe("name: a\nsteps: 3\n")]) == (Plain("a", steps=3),)
 
 
-def test_an_empty_recipe_changes_nothing(recipe):
-    assert parse("--config", recipe("# nothing yet\n"), "--name", "a") == (Plain("a"),)
+def test_a_recipe_in_another_encoding_is_told_so(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("name: a", encoding="utf-16")
+    with pytest.raises(RecipeError, match=r"recipe\.yaml is not UTF-8 text, which a recipe must be"):
+        parse("--config", str(tmp_path / "recipe.yaml"))
+
+
+def test_aliases_and_a_hundred_levels_are_read(recipe):
+    (got,) = parse("--config", recipe("name: &n a\nparts: [*n, *n]\n"))
+    assert got == Plain("a", parts=["a", "a"])
+    assert read_recipe("[" * 100 + "]" * 100)[0] is not None
 
 
 def test_help_shows_the_defaults(capsys):
