@@ -25,7 +25,7 @@ def caption_list(value: Any) -> list[str]:
     into floats.
 
     Raises:
-        CaptionError: a value that is no caption, such as a dict.
+        CaptionError: a value that is no caption, such as a dict or half of a surrogate pair.
     """
     if not is_list(value):
         text = _text(value)
@@ -55,6 +55,10 @@ def stable_hash(content: str | bytes) -> int:
 
 def _text(value: Any) -> str:
     if isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:  # half a character, such as JSON can hold; no tokenizer takes it
+            raise CaptionError(f"has a caption that is no Unicode text ({error})") from error
         return value
     if value is None:
         return ""

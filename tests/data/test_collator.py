@@ -103,6 +103,7 @@ def test_pairs_without_ids_give_a_batch_without():
         ({"caption": ["a", "b"]}, CaptionError, 'pair 1.*captions="draw"'),
         ({"caption": None}, CaptionError, "pair 1.*no caption"),
         ({"caption": {"en": "a"}}, CaptionError, "pair 1.*dict"),
+        ({"caption": "a dog \ud83d"}, CaptionError, "pair 1.*column 'caption' has a caption that is no Unicode text"),
         ({"image": None}, UnreadableImageError, "pair 1.*missing"),
     ],
 )

@@ -66,7 +66,9 @@ def test_lists_of_captions_need_an_explicit_choice():
         ImageTextDataset(rows)
 
 
-@pytest.mark.parametrize("value", [{"en": "a"}, [["a"], ["b"]], [49406, 320, 49407], b"\xff\xfe", object()])
+@pytest.mark.parametrize(
+    "value", [{"en": "a"}, [["a"], ["b"]], [49406, 320, 49407], b"\xff\xfe", "\ud83d", ["a", "\ud83d"], object()]
+)
 def test_other_values_are_refused_with_their_row(value):
     with pytest.raises(CaptionError, match="row 1, column 'caption'"):
         ImageTextDataset(
