@@ -51,21 +51,6 @@ def failing_together() -> Iterator[None]:
         raise ValueError("; ".join(said)) from refused
 
 
-def check_agreement(name: str, value: object) -> None:
-    """That every process has the same value of what would otherwise lead them to different steps.
-
-    Raises:
-        ValueError: on every process; shows each one's value.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return
-    everyone: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    if any(other != everyone[0] for other in everyone):
-        values = ", ".join(f"process {rank} has {one!r}" for rank, one in enumerate(everyone))
-        raise ValueError(f"the processes must agree on {name}, and do not: {values}")
-
-
 def check_arguments(args: TrainingArguments) -> None:
     """Options of transformers that contradict a loss over the whole batch."""
     if not isinstance(args, InfCLConfig):

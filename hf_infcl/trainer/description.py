@@ -49,13 +49,14 @@ _WHERE = {
 
 
 def _pairs(dataset: Any, kind: str) -> str:
-    count = _count(dataset)
+    count = count_rows(dataset)
     return f"{count} {kind} pair{'' if count == '1' else 's'}"
 
 
-def _count(dataset: Any) -> str:
+def count_rows(dataset: Any) -> str:
+    """How many rows a data set, or each of a dictionary of such, has; a stream is called one."""
     if isinstance(dataset, Mapping):
-        return " + ".join(map(_count, dataset.values()))
+        return " + ".join(map(count_rows, dataset.values()))
     if dataset is None:
         return "no"
     return "a stream of" if isinstance(dataset, IterableDataset) else f"{len(dataset):,}"

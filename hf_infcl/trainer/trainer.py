@@ -16,6 +16,7 @@ from transformers.trainer_utils import EvalPrediction, TrainOutput, has_length
 from hf_infcl.data import ImageTextCollator
 from hf_infcl.models import family_of
 from hf_infcl.trainer import checks
+from hf_infcl.trainer.agreement import check_agreement, common_values
 from hf_infcl.trainer.callbacks import FillMemoryBank, LogitScaleCap
 from hf_infcl.trainer.checkpoints import check_checkpoint, newest_checkpoint, saved_step, stream_position
 from hf_infcl.trainer.config import InfCLConfig
@@ -245,7 +246,7 @@ class InfCLTrainer(SavingTrainer, SteppingTrainer):
             ValueError: there is none, it does not belong to this run, or the processes would go on from different
                 steps; on every process.
         """
-        checks.check_agreement("whether to resume", bool(resume_from_checkpoint))
+        check_agreement({"whether to resume": bool(resume_from_checkpoint)})
         if not resume_from_checkpoint:
             return None
         # Each process has files of its own; without this the others would wait for one that lacks its own.
@@ -263,7 +264,7 @@ class InfCLTrainer(SavingTrainer, SteppingTrainer):
                 path = str(resume_from_checkpoint)
             check_checkpoint(path, self.model, self.args, needs_bank=self.args.memory_bank_size > 0)
         # One that is further on would stop before the others.
-        checks.check_agreement("the step to resume from", saved_step(path))
+        check_agreement({"the step to resume from": saved_step(path)})
         return path
 
     def train(
@@ -272,7 +273,12 @@ class InfCLTrainer(SavingTrainer, SteppingTrainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """As `transformers.Trainer.train`; a checkpoint that does not belong to this run is refused first."""
+        """As `transformers.Trainer.train`; a checkpoint that does not belong to this run is refused first.
+
+        Raises:
+            ValueError: the processes' options or data differ, shown with each one's value; on every process.
+        """
+        check_agreement(common_values(self))
         resume_from_checkpoint = self.find_checkpoint(resume_from_checkpoint)
         self._said_dropped = self._said_repeats = False
         self._card_is_current = False

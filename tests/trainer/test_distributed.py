@@ -219,9 +219,28 @@ def test_processes_that_would_go_on_from_different_steps_are_told_so(tmp_path):
     first, second = run_processes(resumed_apart, 2, args=(str(tmp_path),))
     assert first == second
     step, whether, nothing = first
-    assert step.endswith("the step to resume from, and do not: process 0 has 1, process 1 has 2")
-    assert whether.endswith("whether to resume, and do not: process 0 has False, process 1 has True")
+    assert step.endswith("and do not: the step to resume from is 1 (process 0), 2 (process 1)")
+    assert whether.endswith("and do not: whether to resume is False (process 0), True (process 1)")
     assert nothing.startswith("process 1: there is no checkpoint in output_dir")
+
+
+def differing(rank: int, world: int, folder: str) -> list[str]:
+    messages = []
+    for options, n in (({"max_steps": 4 + rank, "learning_rate": 1e-3 * (1 + rank)}, 16), ({}, 16 + rank)):
+        with pytest.raises(ValueError) as error:
+            trainer(Path(folder, str(rank)), n=n, **options).train()
+        messages.append(str(error.value))
+    return messages
+
+
+def test_processes_with_other_options_or_data_are_told_so_and_do_not_wait(tmp_path):
+    first, second = run_processes(differing, 2, timeout=60, args=(str(tmp_path),))
+    assert first == second
+    options, rows = first
+    assert "learning_rate is 0.001 (process 0), 0.002 (process 1)" in options
+    assert "max_steps is 4 (process 0), 5 (process 1)" in options
+    assert options.count(" is ") == 2
+    assert rows.endswith("and do not: the number of training rows is 16 (process 0), 17 (process 1)")
 
 
 def too_few(rank: int, world: int, folder: str) -> None:
