@@ -380,6 +380,10 @@ class InfCLTrainer(SavingTrainer, SteppingTrainer):
             logger.warning("out of memory: micro-batches of %d, %d of them a step", batch_size, pairs // batch_size)
 
     def _run_epoch(self, model: nn.Module, epoch: int, *args: Any, **kwargs: Any) -> None:
+        # transformers looks after a step whether it was the last.
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
         # accelerate tells the data set too, but not in an epoch that is resumed in its middle.
         if callable(getattr(self.train_dataset, "set_epoch", None)):
             self.train_dataset.set_epoch(epoch)

@@ -349,6 +349,25 @@ def test_a_run_that_had_ended_says_what_to_raise(tmp_path, caplog):
     assert "no step is left to take: raise max_steps or num_train_epochs" in caplog.text
 
 
+@pytest.mark.parametrize("steps", [3, 4, 6])
+def test_a_run_that_had_ended_takes_no_step_more(tmp_path, steps):
+    """16 rows are 4 steps an epoch."""
+    ended = saving(tmp_path, steps)
+    ended.train()
+    again = saving(tmp_path, steps)
+    assert again.train(resume_from_checkpoint=True).global_step == again.state.global_step == steps
+    assert newest_checkpoint(tmp_path) == str(tmp_path / f"checkpoint-{steps}")
+    wanted, found = parameters(ended.model), parameters(again.model)
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+
+
+def test_a_run_of_no_steps_takes_none(tmp_path):
+    run = trainer(tmp_path, max_steps=0)
+    before = parameters(run.model)
+    assert run.train().global_step == 0
+    assert all(torch.equal(before[name], value) for name, value in parameters(run.model).items())
+
+
 def test_a_run_that_begins_anew_beside_checkpoints_says_so(tmp_path, caplog):
     saving(tmp_path, 2).train()
     assert "earlier run" not in caplog.text
