@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,17 @@ from transformers import TrainingArguments
 from hf_infcl.hub import find_peft_model
 from hf_infcl.hub.weights import Shapes, find_misfits, tensor_shapes
 from hf_infcl.losses import MemoryBank
+from hf_infcl.trainer.checks import listed
 from hf_infcl.trainer.config import InfCLConfig
 
 _ADAPTER, _MODEL, _INDEX = "adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json"
 _TEMPERATURE = ("base_model.model.logit_scale", "base_model.model.logit_bias")
-_OPTIONS, _STARTED = "contrastive_options.json", "run_started"
+_OPTIONS, _STARTED, _TRAINED = "contrastive_options.json", "run_started", "trained_tensors"
+# What transformers writes last.
+_STATE = "trainer_state.json"
+# Without these in common, what was saved of the optimizer or of the memory bank does not fit.
+_FIXED_OPTIONS = ("memory_bank_size", "freeze_vision_model", "freeze_text_model")
+_FIXED = (*_FIXED_OPTIONS, "optim", _TRAINED)
 # What an adapter's configuration adds to its tensors.
 _ADAPTER_FORMULA = ("lora_alpha", "alpha_pattern", "rank_pattern", "use_rslora", "use_dora", "fan_in_fan_out")
 
@@ -45,17 +52,49 @@ def check_checkpoint(path: str | Path, model: nn.Module, args: InfCLConfig, *, n
     if args.deepspeed or args.fsdp:
         return
     suffix = f"_{args.process_index}" if args.world_size > 1 else ""
-    needed = ["trainer_state.json", "optimizer.pt", "scheduler.pt", f"rng_state{suffix}.pth"]
+    needed = [_STATE, "optimizer.pt", "scheduler.pt", f"rng_state{suffix}.pth"]
     needed += [bank_file(args)] if needs_bank else []
     missing = [name for name in needed if not (folder / name).is_file()]
-    if missing:
-        raise ValueError(
-            f"the checkpoint {str(path)!r} lacks {', '.join(missing)}: training cannot go on exactly where it stopped "
-            "(save_only_model=True writes checkpoints that can be loaded, but not resumed from)"
-        )
+    there = [name for name in (*needed, _OPTIONS, "adapter_config.json", _INDEX) if (folder / name).is_file()]
+    damaged = [name for name in there if not _is_whole(folder / name)]
+    if missing or damaged:
+        states = (("lacks", missing), ("has damaged files, empty or cut short:", damaged))
+        what = " and ".join(f"{verb} {', '.join(names)}" for verb, names in states if names)
+        raise ValueError(f"the checkpoint {str(path)!r} {what}: {_reason(folder, damaged)}. {_others(folder)}")
     _check_weights(folder, model)
     _check_adapter_config(folder, model)
-    _check_options(folder, args)
+    _check_options(folder, args, trained_tensors(model))
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether a file was written to its end: JSON closes there, and torch's archives have their index there."""
+    if file.suffix != ".json":
+        return zipfile.is_zipfile(file)
+    try:
+        return isinstance(json.loads(file.read_bytes()), dict)
+    except ValueError:
+        return False
+
+
+def _was_saved(folder: Path) -> bool:
+    """Whether a checkpoint was saved to its end."""
+    return (folder / _STATE).is_file() and _is_whole(folder / _STATE)
+
+
+def _reason(folder: Path, damaged: list[str]) -> str:
+    if not _was_saved(folder):
+        return "its run was probably interrupted while saving it"
+    if damaged:
+        return "copy it again, or resume from another"
+    return (
+        "training cannot go on exactly where it stopped (save_only_model=True writes checkpoints that can be loaded, "
+        "but not resumed from)"
+    )
+
+
+def _others(folder: Path) -> str:
+    others = [str(other) for other in _checkpoints(folder.parent) if other.name != folder.name and _was_saved(other)]
+    return f"Whole ones beside it, the newest first: {listed(others)}" if others else "There is no whole one beside it"
 
 
 def _check_adapter_config(folder: Path, model: nn.Module) -> None:
@@ -73,16 +112,19 @@ def _check_adapter_config(folder: Path, model: nn.Module) -> None:
             )
 
 
-def _check_options(folder: Path, args: InfCLConfig) -> None:
+def _check_options(folder: Path, args: InfCLConfig, trained: int) -> None:
     file = folder / _OPTIONS
     if not file.is_file():
         return
-    saved, now = json.loads(file.read_text()), _options(args)
+    saved, now = json.loads(file.read_text()), {**_options(args), _TRAINED: trained}
     saved.pop(_STARTED, None)
-    if saved["memory_bank_size"] != now["memory_bank_size"]:
+    misfits = [
+        f"{name}={saved[name]}, this run {now[name]}" for name in _FIXED if name in saved and saved[name] != now[name]
+    ]
+    if misfits:
         raise ValueError(
-            f"the checkpoint {str(folder)!r} has memory_bank_size={saved['memory_bank_size']}, this run "
-            f"{now['memory_bank_size']}"
+            f"the checkpoint {str(folder)!r} has {'; '.join(misfits)}: what it saved of the optimizer or the memory "
+            "bank does not fit. Resume with the same options and the same parameters trained, or begin anew"
         )
     changed = [f"{name}={now[name]} instead of {value}" for name, value in saved.items() if now.get(name) != value]
     if changed and args.process_index == 0:
@@ -94,15 +136,27 @@ def _check_options(folder: Path, args: InfCLConfig) -> None:
 
 def _options(args: InfCLConfig) -> dict[str, Any]:
     """What a resumed run should have in common with the one it resumes, beyond what transformers compares."""
-    names = ("contrastive_batch_size", "memory_bank_size", "seed", "data_seed")
-    return {name: getattr(args, name) for name in names}
+    names = ("contrastive_batch_size", "seed", "data_seed", *_FIXED_OPTIONS)
+    # A fused optimizer keeps the same state.
+    optimizer = str(getattr(args.optim, "value", args.optim)).removesuffix("_fused")
+    return {"optim": optimizer, **{name: getattr(args, name) for name in names}}
 
 
-def save_options(folder: str | Path, args: InfCLConfig, started: float) -> None:
+def mark_unsaved(folder: str | Path) -> None:
+    """Before a checkpoint is written over an earlier run's: interrupted, it is not to be taken for a whole one."""
+    Path(folder, _STATE).unlink(missing_ok=True)
+
+
+def trained_tensors(model: nn.Module) -> int:
+    """How many tensors of a model are trained."""
+    return sum(parameter.requires_grad for parameter in model.parameters())
+
+
+def save_options(folder: str | Path, args: InfCLConfig, model: nn.Module, started: float) -> None:
     """Notes the options that `check_checkpoint` compares, and when the run began, for `newest_checkpoint`."""
     if args.should_save:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        noted = {**_options(args), _STARTED: started}
+        noted = {**_options(args), _TRAINED: trained_tensors(model), _STARTED: started}
         Path(folder, _OPTIONS).write_text(json.dumps(noted, allow_nan=False) + "\n", encoding="utf-8")
 
 
@@ -110,22 +164,47 @@ def newest_checkpoint(output_dir: str | Path) -> str | None:
     """The last checkpoint of the run that began last in a folder, or None.
 
     A run that begins anew in the folder of a longer one leaves that one's checkpoints, of later steps, beside its own.
+    One that was not saved to its end is the newest only where there is no other.
 
     Args:
         output_dir: the folder of the runs; it need not exist.
     """
-    found = [
-        (_started(folder), int(number[1]), str(folder))
+    newest = next(iter(_checkpoints(output_dir)), None)
+    return None if newest is None else str(newest)
+
+
+def checkpoint_to_resume(args: TrainingArguments) -> str:
+    """The newest checkpoint of `output_dir`; says which were passed over because they were not saved to their end.
+
+    Raises:
+        ValueError: there is none.
+    """
+    newest = newest_checkpoint(args.output_dir)
+    if newest is None:
+        raise ValueError(
+            f"there is no checkpoint in output_dir={args.output_dir!r} to resume from; leave resume_from_checkpoint "
+            "out to begin anew, or name the folder of a checkpoint"
+        )
+    torn = [str(folder) for folder in _checkpoints(args.output_dir) if not _was_saved(folder)]
+    if newest not in torn and torn and args.process_index == 0:
+        logger.warning("resuming from %s; passed over, for they were not saved to their end: %s", newest, listed(torn))
+    return newest
+
+
+def _checkpoints(output_dir: str | Path) -> list[Path]:
+    """The newest first, and last those that were not saved to their end."""
+    steps = {
+        folder: int(number[1])
         for folder in Path(output_dir).glob("checkpoint-*")
         if (number := re.fullmatch(r"checkpoint-(\d+)", folder.name)) and folder.is_dir()
-    ]
-    return max(found)[2] if found else None
+    }
+    return sorted(steps, key=lambda folder: (_was_saved(folder), _started(folder), steps[folder]), reverse=True)
 
 
 def _started(folder: Path) -> float:
     """When the run of a checkpoint began, in seconds since 1970; 0 where it is not noted."""
     file = folder / _OPTIONS
-    return json.loads(file.read_text()).get(_STARTED, 0.0) if file.is_file() else 0.0
+    return json.loads(file.read_text()).get(_STARTED, 0.0) if file.is_file() and _is_whole(file) else 0.0
 
 
 def _check_weights(folder: Path, model: nn.Module) -> None:
@@ -154,7 +233,7 @@ def _check_weights(folder: Path, model: nn.Module) -> None:
 
 def saved_step(folder: str | Path) -> int:
     """How many optimizer steps a run had taken when it saved a checkpoint."""
-    return int(json.loads(Path(folder, "trainer_state.json").read_text())["global_step"])
+    return int(json.loads(Path(folder, _STATE).read_text())["global_step"])
 
 
 def stream_position(folder: str | Path) -> tuple[int, int]:
@@ -166,7 +245,7 @@ def stream_position(folder: str | Path) -> tuple[int, int]:
     Returns:
         Whole passes before it, and the optimizer steps of the pass it was in (at least one).
     """
-    state = json.loads(Path(folder, "trainer_state.json").read_text())
+    state = json.loads(Path(folder, _STATE).read_text())
     passes = max(0, math.ceil(state["epoch"]) - 1)
     return passes, round((state["epoch"] - passes) * state["max_steps"])
 

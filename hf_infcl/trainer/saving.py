@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Trainer
 
 from hf_infcl.hub import find_peft_model, save_adapter, write_run
+from hf_infcl.trainer.checkpoints import mark_unsaved
 from hf_infcl.trainer.config import InfCLConfig
 
 
@@ -24,6 +25,11 @@ class SavingTrainer(Trainer):
             folder = Path(output_dir or self.args.output_dir)
             save_adapter(self.model, folder, self.processing_class, state_dict=state_dict)
             torch.save(self.args, folder / "training_args.bin")
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self.args.should_save:
+            mark_unsaved(Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}"))
+        super()._save_checkpoint(model, trial)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the model or the adapter with its processor; outside of checkpoints, a card and a plot of the run."""

@@ -238,7 +238,7 @@ class SteppingTrainer(EvaluatingTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        save_options(output_dir, self.args, self._began)
+        save_options(output_dir, self.args, self.model, self._began)
         if self.args.memory_bank_size:
             save_bank(self.memory_bank, output_dir, self.args)
 

@@ -18,7 +18,13 @@ from hf_infcl.models import family_of
 from hf_infcl.trainer import checks
 from hf_infcl.trainer.agreement import check_agreement, common_values
 from hf_infcl.trainer.callbacks import FillMemoryBank, LogitScaleCap
-from hf_infcl.trainer.checkpoints import check_checkpoint, newest_checkpoint, saved_step, stream_position
+from hf_infcl.trainer.checkpoints import (
+    check_checkpoint,
+    checkpoint_to_resume,
+    newest_checkpoint,
+    saved_step,
+    stream_position,
+)
 from hf_infcl.trainer.config import InfCLConfig
 from hf_infcl.trainer.description import describe_run
 from hf_infcl.trainer.hardware import warn_of_lone_process
@@ -237,7 +243,8 @@ class InfCLTrainer(SavingTrainer, SteppingTrainer):
         """The checkpoint that `train` would resume from, checked.
 
         Args:
-            resume_from_checkpoint: a folder, True for the newest of `output_dir`, or nothing.
+            resume_from_checkpoint: a folder, True or "last" for the newest of `output_dir` that was saved to its end,
+                or nothing.
 
         Returns:
             Its folder, or None to begin anew.
@@ -251,17 +258,11 @@ class InfCLTrainer(SavingTrainer, SteppingTrainer):
             return None
         # Each process has files of its own; without this the others would wait for one that lacks its own.
         with checks.failing_together():
-            path: str | None
-            if isinstance(resume_from_checkpoint, bool):
-                folder = self.args.output_dir
-                path = newest_checkpoint(folder)
-                if path is None:
-                    raise ValueError(
-                        f"there is no checkpoint in output_dir={folder!r} to resume from; leave resume_from_checkpoint "
-                        "out to begin anew, or name the folder of a checkpoint"
-                    )
-            else:
-                path = str(resume_from_checkpoint)
+            path = (
+                checkpoint_to_resume(self.args)
+                if resume_from_checkpoint in (True, "last")
+                else str(resume_from_checkpoint)
+            )
             check_checkpoint(path, self.model, self.args, needs_bank=self.args.memory_bank_size > 0)
         # One that is further on would stop before the others.
         check_agreement({"the step to resume from": saved_step(path)})

@@ -415,3 +415,67 @@ def test_a_checkpoint_in_the_configuration_alone_is_not_resumed_from_and_says_so
     run = saving(tmp_path, 1, resume_from_checkpoint="last")
     run.train()
     assert "resume_from_checkpoint='last' of the configuration is for the command line" in caplog.text
+
+
+# ---- Interrupted, damaged, of another run ----
+
+
+def test_what_was_not_saved_to_its_end_is_passed_over_and_named(tmp_path, caplog):
+    saving(tmp_path, 3).train()
+    (tmp_path / "checkpoint-3" / "trainer_state.json").unlink()
+    (tmp_path / "checkpoint-2" / "trainer_state.json").write_text("")
+    for newest in (True, "last"):
+        caplog.clear()
+        assert saving(tmp_path, 3).find_checkpoint(newest) == str(tmp_path / "checkpoint-1")
+        (line,) = [line for line in caplog.messages if "passed over" in line]
+        assert line.endswith(f"{tmp_path / 'checkpoint-3'}, {tmp_path / 'checkpoint-2'}")
+    for torn, said in (("checkpoint-3", "lacks"), ("checkpoint-2", "has damaged files, empty or cut short:")):
+        with pytest.raises(ValueError, match=f"{said} trainer_state.json: its run was probably interrupted") as error:
+            saving(tmp_path, 3).train(str(tmp_path / torn))
+        assert str(error.value).endswith(f"Whole ones beside it, the newest first: {tmp_path / 'checkpoint-1'}")
+
+
+def test_a_checkpoint_is_not_whole_while_it_is_written_over(tmp_path):
+    saving(tmp_path, 2).train()
+    run = saving(tmp_path, 2)
+
+    def interrupted(folder):
+        raise KeyboardInterrupt
+
+    run._save_optimizer_and_scheduler = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+    with pytest.raises(ValueError, match="probably interrupted"):
+        saving(tmp_path, 2).train(str(tmp_path / "checkpoint-1"))
+
+
+FILES = ["contrastive_options.json", "memory_bank.pt", "optimizer.pt", "scheduler.pt", "rng_state.pth"]
+
+
+def test_a_damaged_file_is_named_with_the_checkpoints_that_are_whole(tmp_path):
+    saving(tmp_path, 2, memory_bank_size=3).train()
+    for name in [*FILES, "trainer_state.json"]:
+        file = tmp_path / "checkpoint-2" / name
+        whole = file.read_bytes()
+        for part in (b"", whole[: len(whole) // 2]):
+            file.write_bytes(part)
+            with pytest.raises(ValueError, match=f"checkpoint-2' has damaged files, .*: {name}: .*checkpoint-1"):
+                saving(tmp_path, 2, memory_bank_size=3).train(str(tmp_path / "checkpoint-2"))
+        file.write_bytes(whole)
+    assert saving(tmp_path, 2, memory_bank_size=3).find_checkpoint(True) == str(tmp_path / "checkpoint-2")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"optim": "sgd"}, "optim=adamw_torch, this run sgd"),
+        ({"freeze_text_model": True}, r"freeze_text_model=False, this run True; trained_tensors=\d+, this run \d+"),
+        ({"train_logit_scale": False}, r"has trained_tensors=\d+, this run \d+: "),
+    ],
+)
+def test_another_optimizer_or_other_parameters_trained_are_refused(tmp_path, options, said):
+    saving(tmp_path, 1, optim="adamw_torch").train()
+    with pytest.raises(ValueError, match=said):
+        saving(tmp_path, 2, **{"optim": "adamw_torch", **options}).train(True)
+    saving(tmp_path, 2, optim="adamw_torch_fused").train(True)
