@@ -275,6 +275,8 @@ class ContrastiveStep:
             )
             if not ok and embeds is not None
         ]
+        if self.logit_scale is not None and not torch.isfinite(self.logit_scale).all():
+            found.append(f"the logit scale is {self.logit_scale.item():g}")
         # A loss that is not finite is so on every process, so all of them come here.
         if not loss_ok and dist.is_available() and dist.is_initialized():
             everyone: list[Any] = [None] * dist.get_world_size()

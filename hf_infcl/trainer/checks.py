@@ -4,6 +4,7 @@ import difflib
 import os
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,6 +59,10 @@ def check_arguments(args: TrainingArguments) -> None:
             f"args must be an InfCLConfig, got {type(args).__name__}; use InfCLConfig(...), which takes the same "
             "arguments"
         )
+    output_dir = Path(args.output_dir)
+    blocking = next((path for path in (output_dir, *output_dir.absolute().parents) if path.exists()), None)
+    if blocking is not None and not blocking.is_dir():
+        raise ValueError(f"output_dir={args.output_dir!r} cannot be made a folder: {str(blocking)!r} is a file")
     if args.n_gpu > 1:
         raise ValueError(
             f"{args.n_gpu} GPUs are visible to one process, which transformers would use by DataParallel. Start one "

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
+from hf_infcl.models import logit_scale_parameter
 from tests.processes import ProcessesError, run_processes
 from tests.tiny import MODELS
 from tests.trainer.helpers import Rows, dropout_clip, lora, parameters, trainer
@@ -106,6 +108,21 @@ def test_several_processes_follow_the_trajectory_of_one(tmp_path, alone, world):
             assert found["evaluation"][name] == pytest.approx(value, rel=1e-5), (case, name)
         if expected["bank"] is not None:
             assert sorted(row for result in results for row in result["bank"]) == sorted(expected["bank"])
+
+
+def spoilt_scale(rank: int, world: int, folder: str) -> str:
+    class Spoil(TrainerCallback):
+        def on_step_begin(self, args, state, control, model, **kwargs):
+            if rank == 1:
+                logit_scale_parameter(model).data.fill_(float("nan"))
+
+    with pytest.raises(FloatingPointError) as error:
+        trainer(Path(folder), callbacks=[Spoil()]).train()
+    return str(error.value)
+
+
+def test_a_scale_that_is_nan_on_one_process_is_named_on_all(tmp_path):
+    assert run_processes(spoilt_scale, 2, args=(str(tmp_path),)) == ["process 1: the logit scale is nan"] * 2
 
 
 def spoilt(rank: int, world: int, folder: str) -> str:

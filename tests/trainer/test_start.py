@@ -496,3 +496,12 @@ def test_a_collator_with_columns_of_its_own_gets_the_rows_as_they_are(tmp_path):
         )
         run.train()
         assert run.state.global_step == 2
+
+
+@pytest.mark.parametrize("below", ["", "runs/first"])
+def test_an_output_dir_that_is_or_lies_below_a_file_is_refused(tmp_path, below):
+    file = tmp_path / "notes"
+    file.write_text("")
+    with pytest.raises(ValueError, match=r"output_dir=.* cannot be made a folder: '.*notes' is a file"):
+        trainer(file / below)
+    trainer(tmp_path / "new" / "folder")
