@@ -31,6 +31,11 @@ class SavingTrainer(Trainer):
             mark_unsaved(Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}"))
         super()._save_checkpoint(model, trial)
 
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        # What the main process writes after this says that the checkpoint is whole: it speaks for all processes.
+        self.accelerator.wait_for_everyone()
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the model or the adapter with its processor; outside of checkpoints, a card and a plot of the run."""
         super().save_model(output_dir, _internal_call=True)

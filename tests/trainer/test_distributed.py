@@ -1,6 +1,7 @@
 """Several processes train as one: the same trajectory, the same evaluation, and they stop together."""
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,27 @@ def resumed(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
 def test_resuming_on_two_processes_is_exact(tmp_path):
     first, second = run_processes(resumed, 2, args=(str(tmp_path),))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def saved_late(rank: int, world: int, folder: str) -> bool:
+    found = []
+
+    class Look(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            found.append(Path(folder, "checkpoint-1", "rng_state_1.pth").is_file())
+
+    def late(*args, **options):
+        time.sleep(0.3 * rank)
+        save(*args, **options)
+
+    run = trainer(Path(folder), max_steps=1, save_strategy="steps", save_steps=1, callbacks=[Look()])
+    save, torch.save = torch.save, late
+    run.train()
+    return found[0]
+
+
+def test_a_checkpoint_is_whole_only_once_every_process_has_saved(tmp_path):
+    assert run_processes(saved_late, 2, args=(str(tmp_path),)) == [True, True]
 
 
 def resumed_without_a_file(rank: int, world: int, folder: str) -> str:
