@@ -24,7 +24,7 @@ def run_command(prog: str, prepare: Callable[[], tuple[Any, ...]], work: Callabl
 
     Returns:
         The exit status: 0; 2 for an error of the user's, which has been printed as one line; or 130, as a shell says it
-        of an interrupted program, where the user stopped it: what the interrupt says of going on has been printed.
+        of an interrupted program, where the user stopped it: that, and what it says of going on, has been printed.
     """
     is_users = _is_users_at_start
     try:
@@ -40,8 +40,8 @@ def run_command(prog: str, prepare: Callable[[], tuple[Any, ...]], work: Callabl
         return 2
     except KeyboardInterrupt as interrupt:
         logger.debug("interrupted", exc_info=interrupt)
-        for note in getattr(interrupt, "__notes__", ()):
-            tqdm.write(note, file=sys.stderr)
+        for line in (f"{prog}: interrupted", *getattr(interrupt, "__notes__", ())):
+            tqdm.write(line, file=sys.stderr)
         return 130  # 128 + SIGINT; a launcher of several processes takes it for the failure that it is
     return 0
 

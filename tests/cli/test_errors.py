@@ -141,5 +141,10 @@ def test_an_interrupted_training_says_how_to_go_on_and_no_more(tmp_path, monkeyp
     capsys.readouterr()
     assert main(["train", *given]) == 130
     said = capsys.readouterr().err
+    assert said.splitlines()[-2] == "hf-infcl train: interrupted"
     assert said.splitlines()[-1].startswith(f"To go on from {tmp_path / 'out' / 'checkpoint-1'}: ")
     assert "Traceback" not in said
+    given = train_options(tmp_path, dataset_test_split="none", save_strategy="no", output_dir=str(tmp_path / "other"))
+    monkeypatch.setattr("hf_infcl.cli.train.build", lambda *_: signal.raise_signal(signal.SIGINT))
+    assert main(["train", *given]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "hf-infcl train: interrupted"

@@ -102,7 +102,7 @@ def test_the_output_folder_of_a_recipe_of_train_is_not_mines(tmp_path, capsys):
         "model_name_or_path: a/b\ndataset_name: sample:photo:4\noutput_dir: trained\nlearning_rate: 1e-3\n"
     )
     assert main(["mine", "--config", str(recipe)]) == 2
-    assert "output_dir is missing: give --output_dir" in capsys.readouterr().err
+    assert "output_dir is missing: give --output_dir (a recipe of train means its own by it)" in capsys.readouterr().err
 
 
 def test_a_second_run_replaces_all_of_the_first(tmp_path):
