@@ -221,9 +221,9 @@ class RecipeParser(HfArgumentParser):
         for field in fields:
             required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
             if required and field.name not in values:
-                means_otherwise = self._other is not None and field.name in self._other.means_otherwise
-                where = f" (a recipe of {self._other.name} means its own by it)" if means_otherwise else ""
-                rest = where or " or put it into the recipe"
+                rest = " or put it into the recipe"
+                if self._other is not None and field.name in self._other.means_otherwise:
+                    rest = f" (a recipe of {self._other.name} means its own by it)"
                 raise RecipeError(f"{field.name} is missing: give --{field.name}{rest}")
         try:
             return kind(**{field.name: values[field.name] for field in fields if field.name in values})
