@@ -346,6 +346,11 @@ class InfCLConfig(TrainingArguments):
             value, choices = getattr(self, name), entry.metadata["choices"]
             if value not in choices and not (value is None and entry.default is None):
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+        for name, kind in self._number_fields().items():
+            if kind is float and getattr(self, name) is not None and math.isnan(getattr(self, name)):
+                raise ValueError(f"{name} must be a number, got nan")
+        if self.max_steps <= 0 and not 0 <= self.num_train_epochs < math.inf:
+            raise ValueError(f"num_train_epochs must be a finite number >= 0, got {self.num_train_epochs!r}")
         for name, least in (
             ("num_hard_negatives", 1),
             ("hard_negative_block_size", 1),

@@ -505,3 +505,17 @@ def test_an_output_dir_that_is_or_lies_below_a_file_is_refused(tmp_path, below):
     with pytest.raises(ValueError, match=r"output_dir=.* cannot be made a folder: '.*notes' is a file"):
         trainer(file / below)
     trainer(tmp_path / "new" / "folder")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("learning_rate", float("nan"), "learning_rate must be a number, got nan"),
+        ("weight_decay", "nan", "weight_decay must be a number, got nan"),
+        ("num_train_epochs", float("inf"), "num_train_epochs must be a finite number >= 0, got inf"),
+        ("num_train_epochs", -1, "num_train_epochs must be a finite number >= 0, got -1"),
+    ],
+)
+def test_numbers_that_count_nothing_are_refused(tmp_path, field, value, says):
+    with pytest.raises(ValueError, match=says):
+        InfCLConfig(str(tmp_path), **{field: value})
