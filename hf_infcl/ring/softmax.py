@@ -59,24 +59,17 @@ def softmax_forward(
     images: Tensor, texts: Tensor, scale: Tensor, ids: Tensor | None, banks: Banks, spec: Spec, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, and the statistics of rows and of columns (empty where a direction is not wanted)."""
+    return _forward(images, texts, scale, ids, banks, spec, layout)[1]
+
+
+def _forward(
+    images: Tensor, texts: Tensor, scale: Tensor, ids: Tensor | None, banks: Banks, spec: Spec, layout: Layout
+) -> tuple[Any, tuple[Tensor, Tensor, Tensor]]:
+    """The way of a small batch, or None where the forward traversal was taken; what `softmax_forward` returns."""
     engine, s = _engine(images, scale, spec)
     small = _small(engine, images, texts, s, ids, banks, spec, layout)
     if small is not None:
-        return small.loss(spec.for_rows, spec.for_cols)  # type: ignore[no-any-return]
-    return _traverse(engine, images, texts, s, ids, banks, spec, layout)
-
-
-def _traverse(
-    engine: Engine,
-    images: Tensor,
-    texts: Tensor,
-    s: Tensor,
-    ids: Tensor | None,
-    banks: Banks,
-    spec: Spec,
-    layout: Layout,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The forward traversal: what `softmax_forward` returns."""
+        return small, small.loss(spec.for_rows, spec.for_cols)
     mine, travelling = shards(layout, images, texts, ids, banks)
 
     def empty(n: int) -> Statistics:
@@ -102,7 +95,7 @@ def _traverse(
         if stats is not None:
             total += stats.losses(s, spec.rule).sum()
     row_data, col_data = (s.new_empty(0) if stats is None else stats.data for stats in (row_stats, col_stats))
-    return layout.world.sum_(total) / (spec.directions * layout.rows), row_data, col_data
+    return None, (layout.world.sum_(total) / (spec.directions * layout.rows), row_data, col_data)
 
 
 def softmax_backward(
@@ -191,19 +184,14 @@ class _SoftmaxLoss(torch.autograd.Function):
         banks = bank_images, bank_texts, bank_ids
         ctx.spec, ctx.layout = spec, layout
         with torch.autocast(images.device.type, enabled=False):
-            engine, s = _engine(images, scale, spec)
-            small = _small(engine, images, texts, s, ids, banks, spec, layout)
+            small, (loss, rows, cols) = _forward(images, texts, scale, ids, banks, spec, layout)
             # A small batch waits for Python: what can be made here is kept out of autograd's thread.
             ctx.is_ready = small is not None and differentiated and any(ctx.needs_input_grad)
-            if small is None:
-                loss, rows, cols = _traverse(engine, images, texts, s, ids, banks, spec, layout)
-            else:
-                loss, rows, cols = small.loss(spec.for_rows, spec.for_cols)
             if ctx.is_ready:
                 made = _made(small, rows, cols, spec, ctx.needs_input_grad[:3])
                 ctx.finish, ctx.embeds = small.finish, images.dtype
                 ctx.save_for_backward(scale, *made)
-                return loss  # type: ignore[no-any-return]
+                return loss
         ctx.save_for_backward(images, texts, scale, ids, bank_images, bank_texts, bank_ids, rows, cols)
         return loss
 

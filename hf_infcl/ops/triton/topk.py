@@ -32,7 +32,7 @@ _COLUMNS_PER_NEGATIVE = 16  # with fewer, nearly all pass anyway
 # Three programs of 128 threads share a multiprocessor's 65,536 registers, so that two selections overlap with one
 # product; the compiler spills 24 bytes at k = 8 and 272 at k = 32 for it. At k = 64 it would spill too much.
 _REGISTERS = 168
-# Rows that a program of the backward gathers at a time. With 4 warps 13.9 ms instead of 4.7 at k = 256 on an H200.
+# Rows that a program of the backward gathers at a time. It waits for memory: many small programs serve best.
 _LINK_STEP, _LINK_WARPS = 8, 2
 
 
@@ -96,7 +96,7 @@ def sampling(k: int, n_cols: int) -> tuple[int, int] | None:
     """Of how many columns to sample one, and which entry of the sample bounds the best k; None: it does not pay.
 
     Without a bound a buffer, half as large again as k, is full whenever the columns seen have grown by half, and each
-    cut back to k costs a fifth of a product. With one, some 3 k candidates pass, and the buffer is cut once.
+    cut back to k costs a third of a product. With one, some 3 k candidates pass, and the buffer is cut once.
     """
     if n_cols < _COLUMNS_PER_NEGATIVE * k:
         return None
