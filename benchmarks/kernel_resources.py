@@ -73,7 +73,7 @@ def compile_kernel(
         elif name == "ceiling":
             signature[name] = "constexpr"
         elif name == "related":
-            signature[name] = "*u8" if ids else "constexpr"
+            signature[name] = "*i16" if ids else "constexpr"
         elif name in POINTERS:
             signature[name] = "*" + POINTERS[name]
         else:

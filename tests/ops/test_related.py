@@ -43,6 +43,32 @@ def test_marks_the_cells_that_hold_copies_and_no_others(n, m, offsets):
     assert not found[:, expected.shape[1] :].any()
 
 
+def test_a_cell_with_one_copy_says_where_it_is():
+    from hf_infcl.ops.triton.kernels_common import SEVERAL
+    from hf_infcl.ops.triton.related import mark
+
+    rows, cols = sides(500, 700, 20_000, (40, 0))
+    alike = same(rows, cols)
+    alike &= (40 + torch.arange(500, device=DEVICE))[:, None] != torch.arange(700, device=DEVICE)
+    expected = torch.zeros_like(mark(rows, cols))
+    for i, j in alike.nonzero().tolist():
+        cell = i // CELL, j // CELL
+        expected[cell] = SEVERAL.value if expected[cell] else 1 + i % CELL * CELL + j % CELL
+    assert (expected == SEVERAL.value).any()
+    assert ((expected > 0) & (expected < SEVERAL.value)).sum() > 10
+    assert torch.equal(mark(rows, cols), expected)
+
+
+def test_ids_that_differ_in_their_high_halves_only_are_no_copies():
+    from hf_infcl.ops.triton.related import mark
+
+    ids = torch.arange(200, device=DEVICE)[:, None]
+    embeds = torch.zeros(100, 1, device=DEVICE)
+    rows, cols = Side(embeds, 1000, ids[:100]), Side(embeds, 0, ids[:100] + 2**32)
+    assert not mark(rows, cols).any()
+    assert mark(rows, Side(embeds, 0, ids[:100])).any()
+
+
 def test_own_pairs_are_no_copies():
     from hf_infcl.ops.triton.related import mark
 

@@ -12,8 +12,9 @@ UNSPECIALIZED = [
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
-# Rows and columns of a cell of `hf_infcl.ops.triton.related`'s map.
+# Rows and columns of a cell of `hf_infcl.ops.triton.related`'s map, and its word for ids that may agree anywhere there.
 CELL = tl.constexpr(64)
+SEVERAL = tl.constexpr(0x7FFF)
 
 # The transcendentals of the inner loops, one instruction each. Without `.ftz` the compiler adds three or more per
 # element to be right about subnormal numbers, which count for nothing in any of our sums.
@@ -140,24 +141,45 @@ def may_match(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS: tl.constexpr
 
 
 @triton.jit
+def _cell(related, related_stride, at_row, at_col, n_rows, n_cols):
+    """What the map says of cells."""
+    there = (at_row < tl.cdiv(n_rows, CELL)) & (at_col < tl.cdiv(n_cols, CELL))
+    return tl.load(related + at_row.to(tl.int64) * related_stride + at_col, mask=there, other=0).to(tl.int32)
+
+
+@triton.jit
 def relates(
     related, related_stride, x_ids, y_ids, row0, col0, n_rows, n_cols,
     ID_COLUMNS: tl.constexpr, CELLS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Whether a row of the tile may be the same as a column that is not its own pair.
+    """Whether a row of the tile may be the same as a column that is not its own pair: 0, 1 or more, up to SEVERAL.
 
-    related: uint8 cells that cover the chunk, related_stride apart (CELLS), else the ids are compared.
+    related: int16 cells that cover the chunk, related_stride apart (CELLS), else the ids are compared. SEVERAL: only a
+    comparison tells where; less, with a map: `leave_out` knows.
     """
     if CELLS:
         at_row = row0 // CELL + tl.arange(0, max(BLOCK_M // CELL, 1))
         at_col = col0 // CELL + tl.arange(0, max(BLOCK_N // CELL, 1))
-        there = inside(at_row, at_col, tl.cdiv(n_rows, CELL), tl.cdiv(n_cols, CELL))
-        at = at_row.to(tl.int64)[:, None] * related_stride + at_col[None, :]
-        found = tl.max(tl.load(related + at, mask=there, other=0).to(tl.int32)) > 0
+        found = tl.max(_cell(related, related_stride, at_row[:, None], at_col[None, :], n_rows, n_cols))
     else:
         rows, cols = row0 + tl.arange(0, BLOCK_M), col0 + tl.arange(0, BLOCK_N)
-        found = may_match(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS)
+        found = may_match(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS).to(tl.int32) * SEVERAL
     return found
+
+
+@triton.jit
+def leave_out(
+    tile, value, related, related_stride, row0, col0, n_rows, n_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """The tile with `value` where the map says that a row is the same as a column, in cells with one such place."""
+    rows, cols = row0 + tl.arange(0, BLOCK_M), col0 + tl.arange(0, BLOCK_N)
+    for i in tl.static_range(max(BLOCK_M // CELL, 1)):
+        for j in tl.static_range(max(BLOCK_N // CELL, 1)):
+            at_row, at_col = row0 // CELL + i, col0 // CELL + j
+            place = _cell(related, related_stride, at_row, at_col, n_rows, n_cols) - 1
+            row = tl.where(place >= 0, at_row * CELL + place // CELL, -1)
+            tile = tl.where((rows == row)[:, None] & (cols == at_col * CELL + place % CELL)[None, :], value, tile)
+    return tile
 
 
 @triton.jit

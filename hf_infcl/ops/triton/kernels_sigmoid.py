@@ -73,9 +73,10 @@ def sigmoid_loss_kernel(
         if (row0 + BLOCK_M > n_rows) | (col0 + BLOCK_N > n_cols):
             t = tl.where(inside(rows, cols, n_rows, n_cols), t, -1e30)
         if MASK:
-            if relates(
+            found = relates(
                 related, related_stride, x_ids, y_ids, row0, col0, n_rows, n_cols, ID_COLUMNS, CELLS, BLOCK_M, BLOCK_N
-            ):
+            )
+            if found > 0:
                 others = same(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS) & (own(rows, cols, shift) == 0)
                 t = tl.where(others, -1e30, t)
         if meets_diagonal(row0, col0, shift, BLOCK_M, BLOCK_N):
@@ -115,9 +116,10 @@ def sigmoid_weights_kernel(
         else:
             w = 1.0 / (1.0 + exp2(-t))
         if MASK:
-            if relates(
+            found = relates(
                 related, related_stride, x_ids, y_ids, row0, col0, n_rows, n_cols, ID_COLUMNS, CELLS, BLOCK_M, BLOCK_N
-            ):
+            )
+            if found > 0:
                 others = same(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS) & (own(rows, cols, shift) == 0)
                 w = tl.where(others, 0.0, w)
         if diagonal:

@@ -9,9 +9,11 @@ import triton.language as tl
 from hf_infcl.ops.triton.kernels_common import (
     LN_2,
     LOG2_E,
+    SEVERAL,
     UNSPECIALIZED,
     exp2,
     inside,
+    leave_out,
     meets_diagonal,
     own,
     product,
@@ -65,21 +67,24 @@ def _store_sums(
 @triton.jit
 def _tile_statistics(
     tile, x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, related, related_stride, s2,
-    row_stats, col_stats, row_stats_stride, col_stats_stride, row_parts, col_parts, doubts,
+    row_stats, col_stats, row_stats_stride, col_stats_stride, row_parts, col_parts, doubts, listed,
     ROWS: tl.constexpr, COLS: tl.constexpr, MANY_POSITIVES: tl.constexpr, SMOOTH: tl.constexpr, EXACT: tl.constexpr,
     REPAIR: tl.constexpr, FRESH: tl.constexpr, ID_COLUMNS: tl.constexpr, CELLS: tl.constexpr, MASK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
     row0, col0 = tile_origin(tile, n_rows, n_cols, BLOCK_M, BLOCK_N, GROUP)
-    # Whether ids matter here: in none of the tiles that share an exponential.
+    # Whether ids are to be compared here: in none of the tiles that share an exponential.
     if ID_COLUMNS > 0 and EXACT:
         if MANY_POSITIVES and FRESH:
             alike = True
         else:
-            alike = relates(
-                related, related_stride, x_ids, y_ids, row0, col0, n_rows, n_cols, ID_COLUMNS, CELLS, BLOCK_M, BLOCK_N
-            )
+            alike = (
+                relates(
+                    related, related_stride, x_ids, y_ids, row0, col0, n_rows, n_cols,
+                    ID_COLUMNS, CELLS, BLOCK_M, BLOCK_N,
+                ) > 0
+            )  # fmt: skip
     else:
         alike = False
     u = product(
@@ -129,6 +134,9 @@ def _tile_statistics(
                     row_at, row_plane, col_at, col_plane, 2, -1.0, u, left_out, rows < n_rows, cols < n_cols, ROWS, COLS
                 )
             u = tl.where(others, float("-inf"), u)
+    elif MASK and CELLS:
+        if listed > 0:
+            u = leave_out(u, float("-inf"), related, related_stride, row0, col0, n_rows, n_cols, BLOCK_M, BLOCK_N)
     if SMOOTH and FRESH:
         first: tl.constexpr = 2 + 2 * MANY_POSITIVES
         there = u != float("-inf")
@@ -179,9 +187,9 @@ def statistics_kernel(
     then with SMOOTH sum and count of candidates. col_parts: (K, row tiles, n_cols) likewise.
 
     One exponential per element serves the tile's row and column alike, relative to the tile's maximum. doubts: (tiles,)
-    int32, set where some sum came out too small for that, or where ids may agree, which the first launch leaves out. A
-    second launch (EXACT, REPAIR) does those tiles: each row and column relative to its own maximum, with its positives
-    and without the pairs left out. One launch for all would spill tiles from registers.
+    int32, set where some sum came out too small for that, or where ids have to be compared: tiles that the first launch
+    leaves out. A second launch (EXACT, REPAIR) does them: each row and column relative to its own maximum, with its
+    positives and without the pairs left out. One launch for all would spill tiles from registers.
 
     FRESH: the chunk is all there is. What every row has one of is set instead of added to, and the planes hold all
     candidates. Else they hold, with the sign turned, those left out, and are zero where a tile writes none.
@@ -189,16 +197,18 @@ def statistics_kernel(
     tiles = tl.cdiv(n_rows, BLOCK_M) * tl.cdiv(n_cols, BLOCK_N)
     s2 = tl.load(scale).to(tl.float32) * LOG2_E
     for tile in range(tl.program_id(0), tiles, n_programs):
+        listed = 0
         if REPAIR:
             wanted = tl.load(doubts + tile) != 0
         elif ID_COLUMNS > 0 and not EXACT:
             row0, col0 = tile_origin(tile, n_rows, n_cols, BLOCK_M, BLOCK_N, GROUP)
-            wanted = (
-                relates(
-                    related, related_stride, x_ids, y_ids, row0, col0, n_rows, n_cols,
-                    ID_COLUMNS, CELLS, BLOCK_M, BLOCK_N,
-                ) == 0
-            )  # fmt: skip
+            listed = relates(
+                related, related_stride, x_ids, y_ids, row0, col0, n_rows, n_cols, ID_COLUMNS, CELLS, BLOCK_M, BLOCK_N
+            )
+            if MASK and CELLS and not SMOOTH:
+                wanted = listed < SEVERAL
+            else:
+                wanted = listed == 0
             if wanted == 0:
                 tl.store(doubts + tile, 1)
         else:
@@ -206,7 +216,7 @@ def statistics_kernel(
         if wanted:
             _tile_statistics(
                 tile, x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, related, related_stride,
-                s2, row_stats, col_stats, row_stats_stride, col_stats_stride, row_parts, col_parts, doubts,
+                s2, row_stats, col_stats, row_stats_stride, col_stats_stride, row_parts, col_parts, doubts, listed,
                 ROWS, COLS, MANY_POSITIVES, SMOOTH, EXACT, REPAIR, FRESH, ID_COLUMNS, CELLS, MASK,
                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP, PRECISION, USE_TMA,
             )  # fmt: skip

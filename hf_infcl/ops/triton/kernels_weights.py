@@ -8,9 +8,11 @@ import triton.language as tl
 
 from hf_infcl.ops.triton.kernels_common import (
     LOG2_E,
+    SEVERAL,
     UNSPECIALIZED,
     exp2,
     inside,
+    leave_out,
     meets_diagonal,
     own,
     product,
@@ -43,7 +45,7 @@ def _range(stats, stats_stride, at, there, s2):
 @triton.jit
 def _tile_weights(
     tile, x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, related, related_stride, s2,
-    row_stats, col_stats, row_stats_stride, col_stats_stride, g, g_stride, sum_parts, smoothing, gain,
+    row_stats, col_stats, row_stats_stride, col_stats_stride, g, g_stride, sum_parts, listed, smoothing, gain,
     ROWS: tl.constexpr, COLS: tl.constexpr, MANY_POSITIVES: tl.constexpr, SMOOTH: tl.constexpr, EXACT: tl.constexpr,
     WANT_SUM: tl.constexpr, DEFER: tl.constexpr, REPAIR: tl.constexpr,
     ID_COLUMNS: tl.constexpr, CELLS: tl.constexpr, MASK: tl.constexpr,
@@ -63,11 +65,13 @@ def _tile_weights(
             low, high = _range(col_stats, col_stats_stride, cols, cols < n_cols, s2)
             lowest = tl.minimum(lowest, low)
             highest = tl.maximum(highest, high)
-    # Whether ids matter here: they do in all tiles that were put off, in none of the others, else it is looked up.
+    # Whether ids are to be compared: in all tiles that were put off, in none of the others, else it is looked up.
     if ID_COLUMNS > 0 and not DEFER and not REPAIR:
-        alike = relates(
-            related, related_stride, x_ids, y_ids, row0, col0, n_rows, n_cols, ID_COLUMNS, CELLS, BLOCK_M, BLOCK_N
-        )
+        alike = (
+            relates(
+                related, related_stride, x_ids, y_ids, row0, col0, n_rows, n_cols, ID_COLUMNS, CELLS, BLOCK_M, BLOCK_N
+            ) > 0
+        )  # fmt: skip
     else:
         alike = REPAIR
     u = product(
@@ -126,6 +130,9 @@ def _tile_weights(
             if alike:
                 others = same(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS) & (own(rows, cols, shift) == 0)
                 w = tl.where(others, 0.0, w)
+            elif DEFER and CELLS:
+                if listed > 0:
+                    w = leave_out(w, 0.0, related, related_stride, row0, col0, n_rows, n_cols, BLOCK_M, BLOCK_N)
         if on_diagonal:
             w = tl.where(own(rows, cols, shift), w - (ROWS + COLS) * (1 - smoothing), w)
     if WANT_SUM:
@@ -147,26 +154,31 @@ def weights_kernel(
     """G = softmax over rows + softmax over columns - targets, times `gain`, rounded once to g's dtype.
 
     g: (n_rows, n_cols), row stride g_stride. sum_parts: (tiles,) float32, sum of G u over every tile (WANT_SUM).
-    doubts: (tiles,) int32, set for tiles in which ids may agree (DEFER), which a second launch (REPAIR) makes.
+    doubts: (tiles,) int32, set where ids have to be compared (DEFER): tiles that a second launch (REPAIR) makes.
     """
     tiles = tl.cdiv(n_rows, BLOCK_M) * tl.cdiv(n_cols, BLOCK_N)
     s2 = tl.load(scale).to(tl.float32) * LOG2_E
     for tile in range(tl.program_id(0), tiles, n_programs):
+        listed = 0
         if REPAIR:
             wanted = tl.load(doubts + tile) != 0
         elif DEFER:
             row0, col0 = tile_origin(tile, n_rows, n_cols, BLOCK_M, BLOCK_N, GROUP)
-            alike = relates(
+            listed = relates(
                 related, related_stride, x_ids, y_ids, row0, col0, n_rows, n_cols, ID_COLUMNS, CELLS, BLOCK_M, BLOCK_N
             )
-            tl.store(doubts + tile, alike.to(tl.int32))
-            wanted = alike == 0
+            if MASK and CELLS:
+                wanted = listed < SEVERAL
+            else:
+                wanted = listed == 0
+            tl.store(doubts + tile, (wanted == 0).to(tl.int32))
         else:
             wanted = True
         if wanted:
             _tile_weights(
                 tile, x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, related, related_stride,
-                s2, row_stats, col_stats, row_stats_stride, col_stats_stride, g, g_stride, sum_parts, smoothing, gain,
+                s2, row_stats, col_stats, row_stats_stride, col_stats_stride, g, g_stride, sum_parts, listed, smoothing,
+                gain,
                 ROWS, COLS, MANY_POSITIVES, SMOOTH, EXACT, WANT_SUM, DEFER, REPAIR, ID_COLUMNS, CELLS, MASK,
                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP, PRECISION, USE_TMA,
             )  # fmt: skip
