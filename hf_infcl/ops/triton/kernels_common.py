@@ -15,6 +15,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # Rows and columns of a cell of `hf_infcl.ops.triton.related`'s map, and its word for ids that may agree anywhere there.
 CELL = tl.constexpr(64)
 SEVERAL = tl.constexpr(0x7FFF)
+# Tiles whose marks a program of a second launch reads at a time. One by one costs a microsecond and a half each.
+SCAN = tl.constexpr(32)
 
 # The transcendentals of the inner loops, one instruction each. Without `.ftz` the compiler adds three or more per
 # element to be right about subnormal numbers, which count for nothing in any of our sums.

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from hf_infcl.ops.triton.kernels_common import (
     LOG2_E,
+    SCAN,
     SEVERAL,
     UNSPECIALIZED,
     exp2,
@@ -158,11 +159,24 @@ def weights_kernel(
     """
     tiles = tl.cdiv(n_rows, BLOCK_M) * tl.cdiv(n_cols, BLOCK_N)
     s2 = tl.load(scale).to(tl.float32) * LOG2_E
+    if REPAIR:
+        for start in range(tl.program_id(0), tiles, n_programs * SCAN):
+            at = start + n_programs * tl.arange(0, SCAN)
+            left = tl.load(doubts + at, mask=at < tiles, other=0) != 0
+            tile = tl.min(tl.where(left, at, tiles), 0)
+            while tile < tiles:
+                _tile_weights(
+                    tile, x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, related, related_stride,
+                    s2, row_stats, col_stats, row_stats_stride, col_stats_stride, g, g_stride, sum_parts, 0, smoothing,
+                    gain,
+                    ROWS, COLS, MANY_POSITIVES, SMOOTH, EXACT, WANT_SUM, DEFER, REPAIR, ID_COLUMNS, CELLS, MASK,
+                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP, PRECISION, USE_TMA,
+                )  # fmt: skip
+                tile = tl.min(tl.where(left & (at > tile), at, tiles), 0)
+        return
     for tile in range(tl.program_id(0), tiles, n_programs):
         listed = 0
-        if REPAIR:
-            wanted = tl.load(doubts + tile) != 0
-        elif DEFER:
+        if DEFER:
             row0, col0 = tile_origin(tile, n_rows, n_cols, BLOCK_M, BLOCK_N, GROUP)
             listed = relates(
                 related, related_stride, x_ids, y_ids, row0, col0, n_rows, n_cols, ID_COLUMNS, CELLS, BLOCK_M, BLOCK_N
