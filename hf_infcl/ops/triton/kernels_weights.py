@@ -109,10 +109,21 @@ def _tile_weights(
             w = exp2(tl.fma(u, s2, -col_lse[None, :]))
 
     if SMOOTH:
-        if ROWS:
-            w -= (smoothing / tl.load(row_stats + 5 * row_stats_stride + rows, mask=rows < n_rows, other=1.0))[:, None]
-        if COLS:
-            w -= (smoothing / tl.load(col_stats + 5 * col_stats_stride + cols, mask=cols < n_cols, other=1.0))[None, :]
+        if ID_COLUMNS == 0:
+            # Nothing is left out: every row has as many candidates as the next, and so has every column.
+            each = 0.0
+            if ROWS:
+                each += smoothing / tl.load(row_stats + 5 * row_stats_stride + row0)
+            if COLS:
+                each += smoothing / tl.load(col_stats + 5 * col_stats_stride + col0)
+            w -= each
+        else:
+            if ROWS:
+                counts = tl.load(row_stats + 5 * row_stats_stride + rows, mask=rows < n_rows, other=1.0)
+                w -= (smoothing / counts)[:, None]
+            if COLS:
+                counts = tl.load(col_stats + 5 * col_stats_stride + cols, mask=cols < n_cols, other=1.0)
+                w -= (smoothing / counts)[None, :]
     on_diagonal = meets_diagonal(row0, col0, shift, BLOCK_M, BLOCK_N)
     # Targets go before rounding to g's dtype: a well-trained pair's weight is 2 - 2 + little.
     if MANY_POSITIVES:
