@@ -30,7 +30,7 @@ from hf_infcl.ops.triton.softmax import softmax_weights, statistics
 # Rows, columns and depth of a tile, warps. Stages are tried besides.
 HALF = (
     (128, 128, 64, 4), (128, 128, 64, 8), (128, 128, 32, 4), (128, 64, 64, 4), (64, 128, 64, 4), (64, 64, 64, 4),
-    (128, 256, 64, 8), (256, 128, 64, 8), (128, 192, 64, 8),
+    (128, 256, 64, 8), (256, 128, 64, 8),
 )  # fmt: skip
 SINGLE = ((128, 128, 32, 8), (128, 128, 32, 4), (64, 128, 32, 4), (64, 128, 32, 8), (64, 64, 32, 4), (128, 64, 32, 4))
 
@@ -43,6 +43,12 @@ def measured(step: Callable[[], object], config: TileConfig, operations: int) ->
         except (triton.runtime.errors.OutOfResources, triton.CompilationError) as reason:
             return row | {"unavailable": str(reason)[:160]}
     return row | {"tflops": operations / row["ms"] / 1e9}
+
+
+def line(name: str, row: dict[str, Any]) -> str:
+    shape = "x".join(str(row[f"block_{axis}"]) for axis in "mnk")
+    rate = f"{row['ms']:7.3f} ms {row['tflops']:5.0f} TFLOP/s" if "ms" in row else row["unavailable"][:60]
+    return f"{name:10} {shape:11} {row['warps']} warps {row['stages']} stages {row['group']:2} rows {rate}"
 
 
 def main() -> None:
@@ -79,11 +85,8 @@ def main() -> None:
         shapes = SINGLE if dtype == torch.float32 else HALF
         for shape, stages, group in itertools.product(shapes, arguments.stages, arguments.groups):
             found.append(measured(step, TileConfig(*shape, stages, group), 2 * n * n * d))
+            print(line(name, found[-1]), flush=True)
         results[name] = sorted(found, key=lambda row: row.get("ms", float("inf")))
-        for row in results[name]:
-            shape = "x".join(str(row[f"block_{axis}"]) for axis in "mnk")
-            rate = f"{row['ms']:7.3f} ms {row['tflops']:5.0f} TFLOP/s" if "ms" in row else row["unavailable"][:60]
-            print(f"{name:10} {shape:11} {row['warps']} warps {row['stages']} stages {row['group']:2} rows {rate}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     stem = f"tune_{arguments.dtype}_{precision}_{d}_" + results["environment"]["device"].lower().replace(" ", "_")
     (arguments.out / f"{stem}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -66,6 +66,7 @@ def resolve_precision(precision: str, dtype: torch.dtype) -> str:
     return "ieee" if precision == "auto" or dtype != torch.float32 else precision
 
 
+@cache
 def tiles(backend: str) -> ModuleType:
     """The module whose functions compute a chunk on a resolved backend."""
     if backend == "triton":

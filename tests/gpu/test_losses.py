@@ -100,6 +100,30 @@ def test_large_batches_take_every_path():
         assert oracles.gradient_error(db, db_ref, scale) < 2**-7
 
 
+def test_no_layout_in_memory_gets_the_kernels_of_another():
+    """One batch with other strides and alignments: compiled kernels are found again by what they depend on."""
+    n, d = 160, 64
+    x, y = on_device("trained", n, d, torch.bfloat16)
+    ids = torch.randint(0, 40, (n, 2), device=CUDA)
+
+    def laid_out(values, pad, start):
+        height, width = values.shape
+        room = torch.zeros(height * (width + pad) + start, device=CUDA, dtype=values.dtype)
+        view = room[start:].view(height, width + pad)[:, :width]
+        view.copy_(values)
+        return view
+
+    expected = None
+    for pad, pad_texts, start, odd in itertools.product((0, 8, 1), (0, 8), (0, 1, 8), (0, 1)):
+        a, b = laid_out(x, pad, start).requires_grad_(), laid_out(y, pad_texts, start).requires_grad_()
+        scale = torch.full((2,), 14.3, device=CUDA)[odd:][:1].requires_grad_()
+        loss = contrastive_loss(a, b, scale, ids=laid_out(ids, odd, odd), backend="triton")
+        loss.backward()
+        found = [loss.detach(), a.grad, b.grad, scale.grad]
+        expected = found if expected is None else expected
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), (pad, start, odd)
+
+
 def test_same_inputs_give_the_same_bits():
     for n in (700, 20_000):
         x, y = (side.requires_grad_() for side in on_device("random", n, 64, torch.bfloat16))

@@ -1,5 +1,6 @@
 """From sides to kernel arguments: operands, tile grids and the launches themselves."""
 
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from hf_infcl.ops.triton.configs import TileConfig, chip, config, uses_tma
 
 _ALIGNMENT = 16  # bytes: what the copy engine asks of a base address and a row stride
 
+_INTERPRETED = triton_interpreted()
 # kernel, device and everything that its machine code depends on -> compiled kernel
 _compiled: dict[tuple[Any, ...], Any] = {}
 
@@ -46,17 +48,20 @@ def launch(
     constants: tuple[Any, ...],
     warps: int,
     stages: int,
+    kind: Hashable = None,
 ) -> None:
     """Launches a kernel; from the second time on without Triton's binding of arguments, most of a launch's cost.
 
     Args:
         values: run-time arguments, in the kernel's order.
         constants: compile-time arguments, which follow them.
+        kind: from which, with the constants, all follows that Triton specialises on in the values; None: they are
+            looked at, most of what then is left.
     """
-    if triton_interpreted():
+    if _INTERPRETED:
         kernel[(programs,)](*values, *constants, num_warps=warps, num_stages=stages)
         return
-    key = (kernel, device, warps, stages, constants, tuple(map(_trait, values)))
+    key = (kernel, device, warps, stages, constants, tuple(map(_trait, values)) if kind is None else kind)
     found = _compiled.get(key)
     with on(device):
         if found is None:
@@ -162,12 +167,20 @@ class Tiles:
         """A chunk of G as the kernels take it."""
         return descriptor(g, self.config.block_m, self.config.block_n // 2) if self.uses_tma else g
 
-    def launch(self, kernel: Any, values: tuple[Any, ...], switches: tuple[Any, ...], repair: bool = False) -> None:
+    def launch(
+        self,
+        kernel: Any,
+        values: tuple[Any, ...],
+        switches: tuple[Any, ...],
+        repair: bool = False,
+        kind: Hashable = None,
+    ) -> None:
         """Launches a kernel on all tiles, or to look at all and compute few (`repair`).
 
         Args:
             values: its own run-time arguments; the number of programs follows them.
             switches: its own compile-time arguments.
+            kind: as `launch` takes it.
         """
         c = self.config
         programs, warps = self.tiles_m * self.tiles_n, c.warps
@@ -177,7 +190,7 @@ class Tiles:
             warps = 8 if c.block_m * c.block_n >= 2**14 else warps
         launch(
             kernel, self.device, programs, self.values + values + (programs,), switches + self.constants, warps,
-            c.stages,
+            c.stages, kind,
         )  # fmt: skip
 
 

@@ -90,34 +90,41 @@ class Batch:
     def __init__(self, images: Tensor, texts: Tensor, scale: Tensor, ids: Tensor | None, rule: Rule, precision: str):
         self.images, self.texts, self.scale, self.ids = images, texts, scale, ids
         self.rule, self.precision = rule, precision
-        self.config = _tile(len(images), images.dtype, precision, images.device)
+        self.n, self.depth = images.shape
+        self.x, self.y = operand(images), operand(texts)
+        self.config = _tile(self.n, images.dtype, precision, images.device)
+        # What else a launch depends on is a compile-time argument, or the alignment of memory that is allocated here.
+        of_ids = None if ids is None else (ids.stride(), ids.data_ptr() % 16)
+        self.kind = (
+            images.dtype, self.n % 16, self.n == 1, self.depth, self.x.stride(0), self.y.stride(0),
+            scale.data_ptr() % 16, of_ids,
+        )  # fmt: skip
 
-    def _rows(self, r: slice) -> Tiles:
-        rows, cols = Side(self.images, 0, self.ids)[r], Side(self.texts, 0, self.ids)
-        return Tiles.of("whole", rows, cols, self.rule, self.precision, self.config)
+    def _tiles(self, rows: Side) -> Tiles:
+        return Tiles.of("whole", rows, Side(self.y, 0, self.ids), self.rule, self.precision, self.config)
 
     @cached_property
     def tiles(self) -> Tiles:
         """All rows by all columns."""
-        return self._rows(slice(None))
+        return self._tiles(Side(self.x, 0, self.ids))
 
     def loss(self, for_rows: bool, for_cols: bool) -> tuple[Tensor, Tensor, Tensor]:
         """The loss, and the statistics of rows and columns ((0,) where not wanted)."""
         tiles, scale, rule = self.tiles, self.scale, self.rule
-        n, device = len(self.images), self.images.device
+        n, device = self.n, self.images.device
         many, smooth = tiles.has_ids and rule.duplicates == "positive", rule.label_smoothing > 0
         fields, planes, blocks = 6 if smooth else 4, 2 + 2 * many + 2 * smooth, -(-n // _MERGE_ROWS)
         sides = for_rows + for_cols
         rows, cols = (torch.empty((fields, n) if wanted else (0,), device=device) for wanted in (for_rows, for_cols))
-        row_size = planes * tiles.tiles_n * n if for_rows else 0
-        partial = torch.empty(row_size + (planes * tiles.tiles_m * n if for_cols else 0), device=device)
+        row_parts = torch.empty(planes * tiles.tiles_n * n if for_rows else 0, device=device)
+        col_parts = torch.empty(planes * tiles.tiles_m * n if for_cols else 0, device=device)
         losses = torch.empty(blocks * sides, device=device)
         running = rows if for_rows else None, cols if for_cols else None, n, n
-        row_parts, col_parts = partial[:row_size], partial[row_size:]
         tiles.launch(
             statistics_kernel,
             (scale, *running, row_parts, col_parts, None),
             (for_rows, for_cols, many, smooth, True, False, True),
+            kind=self.kind,
         )
         launch(
             merge_kernel,
@@ -130,6 +137,7 @@ class Batch:
             (for_rows, for_cols, many, smooth, True, True, _MERGE_ROWS, _MERGE_STEP),
             warps=4,
             stages=1,
+            kind=self.kind,
         )  # fmt: skip
         return losses.sum(), rows, cols
 
@@ -139,14 +147,14 @@ class Batch:
         Args:
             rows, cols: their statistics; None: not anchors.
         """
-        n, dtype = len(self.images), self.images.dtype
+        n, dtype = self.n, self.images.dtype
         share = 1.0 / (((rows is not None) + (cols is not None)) * n * gain(dtype))
         made = self._by_bands if dtype != torch.float32 and n > _LARGEST_FUSED else self._fused
         return made(rows, cols, needs, share)
 
     def _weights(self, tiles: Tiles, g: Tensor, rows: Tensor | None, cols: Tensor | None, sums: Tensor | None) -> None:
         """Writes G of some rows (their statistics) by all columns; sums: (tiles,), receives its tiles' sums of G u."""
-        n, dtype, smoothing = len(self.images), self.images.dtype, float(self.rule.label_smoothing)
+        n, dtype, smoothing = self.n, self.images.dtype, float(self.rule.label_smoothing)
         many = tiles.has_ids and self.rule.duplicates == "positive"
         strides = 0 if rows is None else rows.stride(0), n
         tiles.launch(
@@ -156,6 +164,7 @@ class Batch:
                 rows is not None, cols is not None, many, smoothing > 0, exact(self.precision, dtype),
                 sums is not None, False, False,
             ),
+            kind=self.kind,
         )  # fmt: skip
 
     def _by_bands(
@@ -171,7 +180,7 @@ class Batch:
         d_y: Tensor | None = None
         from_tiles: list[Tensor] = []  # of the scale, where dX is not computed
         for r in parts(n, height):
-            tiles = self.tiles if height >= n else self._rows(r)
+            tiles = self.tiles if height >= n else self._tiles(Side(self.x, 0, self.ids)[r])
             band = g[: r.stop - r.start]
             sums = None
             if needs[2] and not needs[0]:
@@ -192,9 +201,9 @@ class Batch:
         self, rows: Tensor | None, cols: Tensor | None, needs: tuple[bool, bool, bool], share: float
     ) -> Gradients:
         """Both gradients in one launch, from the whole of G."""
-        tiles, images, texts, device, c = self.tiles, self.images, self.texts, self.images.device, self.config
+        tiles, x, y, device, c = self.tiles, self.x, self.y, self.images.device, self.config
         need_x, need_y, need_scale = needs
-        (n, depth), dtype = images.shape, images.dtype
+        n, depth, dtype = self.n, self.depth, self.images.dtype
         split = dtype != torch.float32 and n <= _LARGEST_SPLIT
         width = -(-n // 16) * 16  # rows of G start on 16-byte boundaries, and are read up to there
         g = torch.empty(n, width, device=device, dtype=torch.float32 if split else dtype)
@@ -210,7 +219,6 @@ class Batch:
         dot_sums = torch.empty(programs, device=device) if need_scale and need_x else None
         d_x = torch.empty(n, depth, device=device) if need_x else None
         d_y = torch.empty(n, depth, device=device) if need_y else None
-        x, y = operand(images), operand(texts)
         if x.dtype == torch.float32:  # under the interpreter half-precision operands are widened
             split, g = False, g.float()
         launch(
@@ -224,6 +232,7 @@ class Batch:
             ),
             c.warps,
             c.stages,
+            self.kind,
         )  # fmt: skip
         if dot_sums is not None:
             return d_x, d_y, dot_sums, None
