@@ -7,9 +7,11 @@ cuts all of them back to their best k. Scores are kept as integers in the same o
 import triton
 import triton.language as tl
 
-from hf_infcl.ops.triton.kernels_topk import NO_INDEX, candidates
+from hf_infcl.ops.triton.kernels_topk import NO_INDEX, candidates, halves
 
 LOWEST_KEY = tl.constexpr(-2147483648)
+# So many scores of a tile are appended one by one before all at once takes fewer instructions.
+FEW = tl.constexpr(16)
 
 
 @triton.jit
@@ -63,27 +65,48 @@ def _places(chosen):
 
 
 @triton.jit
-def _append(u, col0, rows, n_rows, cut, cut_index, keys, indices, base, count):
+def _append(u, best, col0, rows, n_rows, cut, cut_index, keys, indices, base, count):
     """Appends the scores of a tile that beat their row's cut to the row's buffer, and returns the new counts.
 
-    All in one shape, (M, words, bits): nothing of the tile moves from thread to thread.
+    best: (M,) maximum of every row of u. While few do, each row's best that is left; then all that are left at once.
     """
-    bits: tl.constexpr = min(u.shape[1], 32)
-    words: tl.constexpr = u.shape[1] // bits
-    u = tl.reshape(u, (u.shape[0], words, bits))
-    word = tl.arange(0, words)
-    at = col0 + (word * bits)[None, :, None] + tl.arange(0, bits)[None, None, :]
-    key = _key(u)
-    better = (key > cut[:, None, None]) | ((key == cut[:, None, None]) & (at < cut_index[:, None, None]))
-    better = better & (u > float("-inf")) & (rows < n_rows)[:, None, None]
-    bit = (1 << tl.arange(0, bits))[None, None, :]
-    chosen = tl.sum(tl.where(better, bit, 0), 2)
-    each = _ones(chosen)
-    earlier = tl.sum(tl.where((word[:, None] < word[None, :])[None, :, :], each[:, :, None], 0), 1)
-    to = (base + count)[:, None, None] + earlier[:, :, None] + _ones(chosen[:, :, None] & (bit - 1))
-    tl.store(keys + to, key, mask=better)
-    tl.store(indices + to, tl.broadcast_to(at, u.shape), mask=better)
-    return count + tl.sum(each, 1)
+    at = (col0 + tl.arange(0, u.shape[1]))[None, :]
+    more = tl.max(((_key(best) >= cut) & (rows < n_rows)).to(tl.int32), 0) > 0
+    steps = 0
+    while more & (steps < FEW):
+        key = _key(best)
+        index = tl.min(tl.where(u == best[:, None], at, NO_INDEX), 1)
+        better = (key > cut) | ((key == cut) & (index < cut_index))
+        better = better & (best > float("-inf")) & (rows < n_rows)
+        tl.store(keys + base + count, key, mask=better)
+        tl.store(indices + base + count, index, mask=better)
+        count += better.to(tl.int32)
+        u = tl.where(at == index[:, None], float("-inf"), u)
+        best = tl.max(u, 1)
+        more = tl.max((better & (best > float("-inf")) & (_key(best) >= cut)).to(tl.int32), 0) > 0
+        steps += 1
+    if more:
+        count = _append_many(u, col0, rows, n_rows, cut, cut_index, keys, indices, base, count)
+    return count
+
+
+@triton.jit
+def _append_many(u, col0, rows, n_rows, cut, cut_index, keys, indices, base, count):
+    """The same, for all of a tile's scores at once."""
+    if u.shape[1] > 32:
+        left, right = halves(u)
+        count = _append_many(left, col0, rows, n_rows, cut, cut_index, keys, indices, base, count)
+        return _append_many(right, col0 + u.shape[1] // 2, rows, n_rows, cut, cut_index, keys, indices, base, count)
+    else:
+        key = _key(u)
+        at = tl.broadcast_to((col0 + tl.arange(0, u.shape[1]))[None, :], u.shape)
+        better = (key > cut[:, None]) | ((key == cut[:, None]) & (at < cut_index[:, None]))
+        better = better & (u > float("-inf")) & (rows < n_rows)[:, None]
+        places, more = _places(better)
+        to = base[:, None] + count[:, None] + places
+        tl.store(keys + to, key, mask=better)
+        tl.store(indices + to, at, mask=better)
+        return count + more
 
 
 @triton.jit
@@ -225,8 +248,7 @@ def topk_buffer_kernel(
                 u = tl.where(u < bound[:, None], u, float("-inf"))
             best = tl.max(u, 1)
             skips += (_key(best) < cut).to(tl.int32)
-            if tl.max(((_key(best) >= cut) & (rows < n_rows)).to(tl.int32), 0) > 0:
-                count = _append(u, offset + col0, rows, n_rows, cut, cut_index, keys, key_indices, base, count)
+            count = _append(u, best, offset + col0, rows, n_rows, cut, cut_index, keys, key_indices, base, count)
         if (tl.max(count, 0) > capacity - BLOCK_N) | (col0 >= n_cols):
             count, cut, cut_index = _keep_best(
                 keys, key_indices, base, count, cut, cut_index, k, WIDTH, BLOCK_M
