@@ -35,7 +35,7 @@ FLOATS = {"smoothing", "gain", "share"}
 POINTERS = {
     "scale": "fp32", "bias": "fp32", "grad": "fp32", "row_stats": "fp32", "col_stats": "fp32", "row_parts": "fp32",
     "col_parts": "fp32", "parts": "fp32", "sum_parts": "fp32", "loss_parts": "fp32", "doubts": "i32",
-    "scores": "fp32", "indices": "i64", "keys": "i32", "key_indices": "i32", "skipped": "i32", "bounds": "fp32",
+    "scores": "fp32", "indices": "i64", "keys": "i64", "skipped": "i32", "bounds": "fp32",
     "d_x": "fp32", "d_y": "fp32", "sums": "fp32", "factor": "fp32", "out_scale": "fp32",
 }  # fmt: skip
 

@@ -1,7 +1,8 @@
 """The best k of every row for a k beyond the registers: buffers in memory, and thresholds.
 
 What beats a row's k-th best so far is appended to the row's buffer, and when a buffer of the strip is full the program
-cuts all of them back to their best k. Scores are kept as integers in the same order.
+cuts all of them back to their best k. An entry is one 64-bit key in the order of (score, lower index), so that no two
+are equal.
 """
 
 import triton
@@ -9,22 +10,40 @@ import triton.language as tl
 
 from hf_infcl.ops.triton.kernels_topk import NO_INDEX, candidates, halves
 
-LOWEST_KEY = tl.constexpr(-2147483648)
-# So many scores of a tile are appended one by one before all at once takes fewer instructions.
-FEW = tl.constexpr(16)
+# Below every key, and above.
+LOWEST_KEY = tl.constexpr(-(2**63))
+HIGHEST_KEY = tl.constexpr(2**63 - 1)
+# So many scores of a row of a tile are appended one by one; more take fewer instructions all at once.
+FEW = tl.constexpr(8)
 
 
 @triton.jit
-def _key(s):
+def _in_order(s):
     """32-bit integers in the order of the numbers. -0.0 equals 0.0."""
     bits = (s + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _number(key):
-    """The number of a key."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+def _key(s, index):
+    return (_in_order(s).to(tl.int64) << 32) | (-index + NO_INDEX).to(tl.int64)
+
+
+@triton.jit
+def _score(key):
+    order = (key >> 32).to(tl.int32)
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _index(key):
+    return -(key & 0x7FFFFFFF) + NO_INDEX
+
+
+@triton.jit
+def _below(s):
+    """A key that just the scores from s on beat; of -inf, which is no candidate's: those above."""
+    return (_in_order(s).to(tl.int64) << 32) + tl.where(s == float("-inf"), NO_INDEX, -1)
 
 
 @triton.jit
@@ -65,69 +84,61 @@ def _places(chosen):
 
 
 @triton.jit
-def _append(u, best, col0, rows, n_rows, cut, cut_index, keys, indices, base, count):
+def _append(u, col0, cut, keys, base, count):
     """Appends the scores of a tile that beat their row's cut to the row's buffer, and returns the new counts.
 
-    best: (M,) maximum of every row of u. While few do, each row's best that is left; then all that are left at once.
+    While few do in any row, each row's best that is left; else all at once.
     """
     at = (col0 + tl.arange(0, u.shape[1]))[None, :]
-    more = tl.max(((_key(best) >= cut) & (rows < n_rows)).to(tl.int32), 0) > 0
-    steps = 0
-    while more & (steps < FEW):
-        key = _key(best)
-        index = tl.min(tl.where(u == best[:, None], at, NO_INDEX), 1)
-        better = (key > cut) | ((key == cut) & (index < cut_index))
-        better = better & (best > float("-inf")) & (rows < n_rows)
-        tl.store(keys + base + count, key, mask=better)
-        tl.store(indices + base + count, index, mask=better)
-        count += better.to(tl.int32)
-        u = tl.where(at == index[:, None], float("-inf"), u)
-        best = tl.max(u, 1)
-        more = tl.max((better & (best > float("-inf")) & (_key(best) >= cut)).to(tl.int32), 0) > 0
-        steps += 1
-    if more:
-        count = _append_many(u, col0, rows, n_rows, cut, cut_index, keys, indices, base, count)
+    most = tl.max(tl.sum((u >= _score(cut)[:, None]).to(tl.int32), 1), 0)
+    if most <= FEW:
+        for _ in range(most):
+            best = tl.max(u, 1)
+            index = tl.min(tl.where(u == best[:, None], at, NO_INDEX), 1)
+            key = _key(best, index)
+            better = key > cut
+            tl.store(keys + base + count, key, mask=better)
+            count += better.to(tl.int32)
+            u = tl.where(at == index[:, None], float("-inf"), u)
+    else:
+        count = _append_many(u, col0, cut, keys, base, count)
     return count
 
 
 @triton.jit
-def _append_many(u, col0, rows, n_rows, cut, cut_index, keys, indices, base, count):
+def _append_many(u, col0, cut, keys, base, count):
     """The same, for all of a tile's scores at once."""
     if u.shape[1] > 32:
         left, right = halves(u)
-        count = _append_many(left, col0, rows, n_rows, cut, cut_index, keys, indices, base, count)
-        return _append_many(right, col0 + u.shape[1] // 2, rows, n_rows, cut, cut_index, keys, indices, base, count)
+        count = _append_many(left, col0, cut, keys, base, count)
+        return _append_many(right, col0 + u.shape[1] // 2, cut, keys, base, count)
     else:
-        key = _key(u)
-        at = tl.broadcast_to((col0 + tl.arange(0, u.shape[1]))[None, :], u.shape)
-        better = (key > cut[:, None]) | ((key == cut[:, None]) & (at < cut_index[:, None]))
-        better = better & (u > float("-inf")) & (rows < n_rows)[:, None]
+        key = _key(u, (col0 + tl.arange(0, u.shape[1]))[None, :])
+        better = key > cut[:, None]
         places, more = _places(better)
-        to = base[:, None] + count[:, None] + places
-        tl.store(keys + to, key, mask=better)
-        tl.store(indices + to, at, mask=better)
+        tl.store(keys + (base + count)[:, None] + places, key, mask=better)
         return count + more
 
 
 @triton.jit
-def _keep_best(keys, indices, base, count, cut, cut_index, k, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr):
+def _keep_best(keys, base, count, cut, k, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr):
     """Keeps the best k of each row's buffer, which starts at `base`, in place. Rows with fewer keep all.
 
-    Returns the new counts, and the key and index that what belongs to the best k must beat.
+    Returns the new counts, and the keys that what belongs to the best k must beat.
     """
     tl.debug_barrier()  # what other threads of this program have stored is read below
     longest = tl.max(count, 0)
     is_full = count >= k
-    lowest = tl.full((BLOCK_M, WIDTH), NO_INDEX, tl.int32)
-    highest = tl.full((BLOCK_M, WIDTH), LOWEST_KEY, tl.int32)
+    lowest = tl.full((BLOCK_M, WIDTH), HIGHEST_KEY, tl.int64)
+    highest = tl.full((BLOCK_M, WIDTH), LOWEST_KEY, tl.int64)
     for start in range(0, longest, WIDTH):
         at = (start + tl.arange(0, WIDTH))[None, :]
         mask = at < count[:, None]
         key = tl.load(keys + base[:, None] + at, mask=mask, other=LOWEST_KEY)
         lowest = tl.where(mask, tl.minimum(lowest, key), lowest)
         highest = tl.maximum(highest, key)
-    # Quarters the range of keys until just k entries, or equal ones, reach its lower end: about 8 passes over random
-    # scores, 16 at most. What a pass costs is its loads, not its comparisons.
+    # Quarters the range of keys until just k entries reach its lower end: about 8 passes over random scores, 32 at
+    # most. What a pass costs is its loads, not its comparisons.
     low = tl.where(is_full, tl.min(lowest, 1), LOWEST_KEY)
     high = tl.where(is_full, tl.max(highest, 1), LOWEST_KEY)
     reached = count
@@ -149,55 +160,32 @@ def _keep_best(keys, indices, base, count, cut, cut_index, k, WIDTH: tl.constexp
         low, high, reached = _narrow(low, high, reached, middle, tl.sum(hits_middle, 1), k)
         low, high, reached = _narrow(low, high, reached, upper, tl.sum(hits_upper, 1), k)
         more = tl.max(((low < high) & (reached > k)).to(tl.int32), 0) > 0
-    # Of those that equal it, the lowest indices stay: the smallest limit that lets enough of them in.
-    limit = tl.full((BLOCK_M,), NO_INDEX, tl.int32)
-    if tl.max(tl.where(is_full, reached - k, 0), 0) > 0:
-        low_index = tl.zeros((BLOCK_M,), tl.int32)
-        for _ in range(31):
-            middle = (low_index & limit) + ((low_index ^ limit) >> 1)
-            hits = tl.zeros((BLOCK_M, WIDTH), tl.int32)
-            for start in range(0, longest, WIDTH):
-                at = (start + tl.arange(0, WIDTH))[None, :]
-                mask = at < count[:, None]
-                key = tl.load(keys + base[:, None] + at, mask=mask, other=LOWEST_KEY)
-                index = tl.load(indices + base[:, None] + at, mask=mask, other=NO_INDEX)
-                within = (key > low[:, None]) | ((key == low[:, None]) & (index <= middle[:, None]))
-                hits += (mask & within).to(tl.int32)
-            enough = tl.sum(hits, 1) >= k
-            limit = tl.where(enough, middle, limit)
-            low_index = tl.where(enough, low_index, middle + 1)
     kept = tl.zeros((BLOCK_M,), tl.int32)
-    last = tl.full((BLOCK_M,), -1, tl.int32)
     for start in range(0, longest, 32):
         at = (start + tl.arange(0, 32))[None, :]
         mask = at < count[:, None]
         key = tl.load(keys + base[:, None] + at, mask=mask, other=LOWEST_KEY)
-        index = tl.load(indices + base[:, None] + at, mask=mask, other=NO_INDEX)
-        tie = (key == low[:, None]) & (index <= limit[:, None])
-        keep = mask & ((key > low[:, None]) | tie)
+        keep = mask & (key >= low[:, None])
         places, chosen = _places(keep)
-        to = base[:, None] + kept[:, None] + places
         tl.debug_barrier()  # all of this part is read before its room is written to
-        tl.store(keys + to, key, mask=keep)
-        tl.store(indices + to, index, mask=keep)
+        tl.store(keys + (base + kept)[:, None] + places, key, mask=keep)
         kept += chosen
-        last = tl.maximum(last, tl.max(tl.where(keep & tie, index, -1), 1))
     tl.debug_barrier()
-    return kept, tl.where(is_full, low, cut), tl.where(is_full, last, cut_index)
+    return kept, tl.where(is_full, low, cut)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "depth", "shift", "offset", "k"])
 def topk_buffer_kernel(
     x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, ceiling,
-    scores, indices, offset, k, skipped, bounds, keys, key_indices, capacity,
+    scores, indices, offset, k, skipped, bounds, keys, capacity,
     ID_COLUMNS: tl.constexpr, EXCLUDE_PAIRS: tl.constexpr, CEILING: tl.constexpr, LOAD: tl.constexpr,
     BOUNDED: tl.constexpr, REDO: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
     """Best k of all columns, for a k beyond the registers. Grid: strips of rows.
 
-    scores, indices: (n, k), read first where LOAD. keys, key_indices: (strips * BLOCK_M, capacity) int32, the buffers,
-    with room for k entries and one tile's.
+    scores, indices: (n, k), read first where LOAD. keys: (strips * BLOCK_M, capacity) int64, the buffers, with room for
+    k entries and one tile's.
     bounds: (n,) float32 (BOUNDED): candidates below are passed over. Where fewer than k reach it, a second launch
     (REDO) offers those below to the rows concerned, and to no others.
     """
@@ -206,13 +194,14 @@ def topk_buffer_kernel(
     rows = row0 + tl.arange(0, BLOCK_M)
     base = rows * capacity
     count = tl.zeros((BLOCK_M,), tl.int32)
-    cut = tl.full((BLOCK_M,), LOWEST_KEY, tl.int32)
-    cut_index = tl.full((BLOCK_M,), NO_INDEX, tl.int32)
     bound = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     if BOUNDED or REDO:
         bound = tl.load(bounds + rows, mask=rows < n_rows, other=float("-inf"))
     if BOUNDED:
-        cut = _key(bound)
+        cut = _below(bound)
+    else:
+        cut = _below(tl.full((BLOCK_M,), float("-inf"), tl.float32))
+    cut = tl.where(rows < n_rows, cut, HIGHEST_KEY)
     reached = tl.zeros((BLOCK_M,), tl.int32)
     if LOAD:
         for start in range(0, k, 32):
@@ -220,12 +209,10 @@ def topk_buffer_kernel(
             mask = (rows < n_rows)[:, None] & (at < k)[None, :]
             place = rows.to(tl.int64)[:, None] * k + at[None, :]
             s = tl.load(scores + place, mask=mask, other=float("-inf"))
-            index = tl.load(indices + place, mask=mask, other=-1)
+            index = tl.load(indices + place, mask=mask, other=-1).to(tl.int32)
             keep = index >= 0
             places, more = _places(keep)
-            to = base[:, None] + count[:, None] + places
-            tl.store(keys + to, _key(s), mask=keep)
-            tl.store(key_indices + to, index.to(tl.int32), mask=keep)
+            tl.store(keys + (base + count)[:, None] + places, _key(s, index), mask=keep)
             count += more
             reached += tl.sum((keep & (s >= bound[:, None])).to(tl.int32), 1)
     last_col = n_cols + BLOCK_N
@@ -246,21 +233,17 @@ def topk_buffer_kernel(
             )  # fmt: skip
             if REDO:
                 u = tl.where(u < bound[:, None], u, float("-inf"))
-            best = tl.max(u, 1)
-            skips += (_key(best) < cut).to(tl.int32)
-            count = _append(u, best, offset + col0, rows, n_rows, cut, cut_index, keys, key_indices, base, count)
+            skips += (tl.max(u, 1) < _score(cut)).to(tl.int32)
+            count = _append(u, offset + col0, cut, keys, base, count)
         if (tl.max(count, 0) > capacity - BLOCK_N) | (col0 >= n_cols):
-            count, cut, cut_index = _keep_best(
-                keys, key_indices, base, count, cut, cut_index, k, WIDTH, BLOCK_M
-            )  # fmt: skip
+            count, cut = _keep_best(keys, base, count, cut, k, WIDTH, BLOCK_M)
     for start in range(0, tl.where(last_col > 0, k, 0), WIDTH):
         at = start + tl.arange(0, WIDTH)
         held = at[None, :] < count[:, None]
-        s = _number(tl.load(keys + base[:, None] + at[None, :], mask=held, other=0))
-        index = tl.load(key_indices + base[:, None] + at[None, :], mask=held, other=-1)
+        key = tl.load(keys + base[:, None] + at[None, :], mask=held, other=0)
         mask = (rows < n_rows)[:, None] & (at < k)[None, :]
         place = rows.to(tl.int64)[:, None] * k + at[None, :]
-        tl.store(scores + place, tl.where(held, s, float("-inf")), mask=mask)
-        tl.store(indices + place, index.to(tl.int64), mask=mask)
+        tl.store(scores + place, tl.where(held, _score(key), float("-inf")), mask=mask)
+        tl.store(indices + place, tl.where(held, _index(key), -1), mask=mask)
     if not REDO:
         tl.store(skipped + strip, tl.sum(tl.where(rows < n_rows, skips, 0)))

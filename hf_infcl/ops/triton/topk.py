@@ -191,10 +191,7 @@ def _offer_in_buffers(
     for part in parts(len(anchors), min(_BUFFER_ROWS, max(_BUFFER_ENTRIES // capacity // 64, 1) * 64)):
         tiles = _tiles(anchors[part], others, best.k, precision, block_size)
         strips = tiles.tiles_m
-        keys, key_indices = (
-            torch.empty(strips * tiles.config.block_m, capacity, device=best.scores.device, dtype=torch.int32)
-            for _ in range(2)
-        )
+        keys = torch.empty(strips * tiles.config.block_m, capacity, device=best.scores.device, dtype=torch.int64)
         skipped = torch.empty(strips, device=best.scores.device, dtype=torch.int32)
         for redo in (False, True) if bounds is not None else (False,):
             topk_buffer_kernel[(strips,)](
@@ -206,7 +203,6 @@ def _offer_in_buffers(
                 skipped=skipped,
                 bounds=None if bounds is None else bounds[part],
                 keys=keys,
-                key_indices=key_indices,
                 LOAD=True,
                 BOUNDED=bounds is not None and not redo,
                 REDO=redo,
