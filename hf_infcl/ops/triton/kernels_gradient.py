@@ -34,8 +34,13 @@ def gradient_kernel(
     tiles_one = tl.cdiv(n, BLOCK_M) * tiles_d
     program = tl.program_id(0)
     factor = share * tl.load(scale).to(tl.float32)
-    for_x = FOR_X and (program < tiles_one or not FOR_Y)
-    tile = program if for_x else program - (tiles_one if FOR_X else 0)
+    tile = program
+    # Of a condition that mixes run time and compile time both branches would be compiled, also the one without memory.
+    if FOR_X and FOR_Y:
+        for_x = program < tiles_one
+        tile = tl.where(for_x, program, program - tiles_one)
+    else:
+        for_x: tl.constexpr = FOR_X
     rows = (tile // tiles_d) * BLOCK_M + tl.arange(0, BLOCK_M)
     at_depth = (tile % tiles_d) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_depth = (at_depth < depth)[None, :]
@@ -102,7 +107,12 @@ def finish_kernel(
     blocks = tl.cdiv(length, BLOCK)
     block = program % blocks
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    if FOR_X and (program < blocks or not FOR_Y):
+    if FOR_X and FOR_Y:
+        if program < blocks:
+            _multiply(d_x, by, out_x, at, at < length)
+        else:
+            _multiply(d_y, by, out_y, at, at < length)
+    elif FOR_X:
         _multiply(d_x, by, out_x, at, at < length)
     elif FOR_Y:
         _multiply(d_y, by, out_y, at, at < length)

@@ -46,12 +46,6 @@ def candidates(
 
 
 @triton.jit
-def halves(u):
-    """The left and the right half of a tile."""
-    return tl.split(tl.permute(tl.reshape(u, (u.shape[0], 2, u.shape[1] // 2)), (0, 2, 1)))
-
-
-@triton.jit
 def _worst(s, i):
     """Score and index of the entry of each row that gives way: the lowest score, of equal ones the highest index."""
     score = tl.min(s, 1)

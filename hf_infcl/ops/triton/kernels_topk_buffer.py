@@ -8,13 +8,27 @@ are equal.
 import triton
 import triton.language as tl
 
-from hf_infcl.ops.triton.kernels_topk import NO_INDEX, candidates, halves
+from hf_infcl.ops.triton.kernels_topk import NO_INDEX, candidates
 
 # Below every key, and above.
 LOWEST_KEY = tl.constexpr(-(2**63))
 HIGHEST_KEY = tl.constexpr(2**63 - 1)
-# So many scores of a row of a tile are appended one by one; more take fewer instructions all at once.
-FEW = tl.constexpr(8)
+# Stores 64-bit values from the threads that hold them. `tl.store` moves a tile, its addresses and its mask between
+# threads first, for neighbours to write to neighbouring places, which a few entries of a buffer never are.
+if triton.knobs.runtime.interpret:
+
+    @triton.jit
+    def _scatter(to, value, mask):
+        tl.store(to, value, mask=mask)
+
+else:
+
+    @triton.jit
+    def _scatter(to, value, mask):
+        tl.inline_asm_elementwise(
+            "{ .reg .pred %p; setp.ne.s32 %p, $3, 0; @%p st.global.b64 [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,l,r", [to.to(tl.int64), value, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -87,37 +101,23 @@ def _places(chosen):
 def _append(u, col0, cut, keys, base, count):
     """Appends the scores of a tile that beat their row's cut to the row's buffer, and returns the new counts.
 
-    While few do in any row, each row's best that is left; else all at once.
+    In (M, words, bits): nothing of the tile moves from thread to thread.
     """
-    at = (col0 + tl.arange(0, u.shape[1]))[None, :]
-    most = tl.max(tl.sum((u >= _score(cut)[:, None]).to(tl.int32), 1), 0)
-    if most <= FEW:
-        for _ in range(most):
-            best = tl.max(u, 1)
-            index = tl.min(tl.where(u == best[:, None], at, NO_INDEX), 1)
-            key = _key(best, index)
-            better = key > cut
-            tl.store(keys + base + count, key, mask=better)
-            count += better.to(tl.int32)
-            u = tl.where(at == index[:, None], float("-inf"), u)
-    else:
-        count = _append_many(u, col0, cut, keys, base, count)
-    return count
-
-
-@triton.jit
-def _append_many(u, col0, cut, keys, base, count):
-    """The same, for all of a tile's scores at once."""
-    if u.shape[1] > 32:
-        left, right = halves(u)
-        count = _append_many(left, col0, cut, keys, base, count)
-        return _append_many(right, col0 + u.shape[1] // 2, cut, keys, base, count)
-    else:
-        key = _key(u, (col0 + tl.arange(0, u.shape[1]))[None, :])
-        better = key > cut[:, None]
-        places, more = _places(better)
-        tl.store(keys + (base + count)[:, None] + places, key, mask=better)
-        return count + more
+    bits: tl.constexpr = min(u.shape[1], 32)
+    words: tl.constexpr = u.shape[1] // bits
+    u = tl.reshape(u, (u.shape[0], words, bits))
+    word = tl.arange(0, words)
+    at = col0 + (word * bits)[None, :, None] + tl.arange(0, bits)[None, None, :]
+    better = u >= _score(cut)[:, None, None]
+    key = _key(u, at)
+    better = better & (key > cut[:, None, None])
+    bit = (1 << tl.arange(0, bits))[None, None, :]
+    chosen = tl.sum(tl.where(better, bit, 0), 2)
+    each = _ones(chosen)
+    earlier = tl.sum(tl.where((word[:, None] < word[None, :])[None, :, :], each[:, :, None], 0), 1)
+    place = (count[:, None] + earlier)[:, :, None] + _ones(chosen[:, :, None] & (bit - 1))
+    _scatter(keys + (base[:, None, None] + place), key, better)
+    return count + tl.sum(each, 1)
 
 
 @triton.jit
@@ -233,8 +233,11 @@ def topk_buffer_kernel(
             )  # fmt: skip
             if REDO:
                 u = tl.where(u < bound[:, None], u, float("-inf"))
-            skips += (tl.max(u, 1) < _score(cut)).to(tl.int32)
-            count = _append(u, offset + col0, cut, keys, base, count)
+            best = tl.max(u, 1)
+            least = _score(cut)
+            skips += (best < least).to(tl.int32)
+            if tl.max((best >= least).to(tl.int32), 0) > 0:
+                count = _append(u, offset + col0, cut, keys, base, count)
         if (tl.max(count, 0) > capacity - BLOCK_N) | (col0 >= n_cols):
             count, cut = _keep_best(keys, base, count, cut, k, WIDTH, BLOCK_M)
     for start in range(0, tl.where(last_col > 0, k, 0), WIDTH):
