@@ -42,9 +42,9 @@ POINTERS = {
 
 def compile_kernel(
     kernel: Any, tile: tuple[int, int, int, int, int], switches: dict[str, Any], capability: int, ids: int = 0,
-    dtype: str = "bf16", precision: str = "ieee", copy_engine: bool | None = None,
+    dtype: str = "bf16", precision: str = "ieee", copy_engine: bool | None = None, registers: int | None = None,
 ) -> str:  # fmt: skip
-    """Compiles a kernel as its launcher would, and returns a line about it."""
+    """Compiles a kernel as its launcher would, and returns a line about it. registers: the most it may have."""
     m, n, k, warps, stages = tile
     names = kernel.arg_names
     engine = capability >= 90 if copy_engine is None else copy_engine
@@ -86,9 +86,8 @@ def compile_kernel(
     }
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
     start = time.perf_counter()
-    made = triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": stages}
-    )
+    options = {"num_warps": warps, "num_stages": stages} | ({} if registers is None else {"maxnreg": registers})
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     seconds = time.perf_counter() - start
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
@@ -117,7 +116,11 @@ def main() -> None:
     big = (128, 128, 64, 4, 3) if capability >= 90 else (128, 128, 32, 4, 4)
     small = (64, 64, 64, 4, 3)
     strip = (64, 128, 64, 4, 3) if capability >= 90 else (64, 128, 32, 4, 4)
+    buffers = (*strip[:3], 8, strip[4])
     search = {"EXCLUDE_PAIRS": True, "CEILING": False, "LOAD": True}
+    beyond = {**search, "BOUNDED": True, "REDO": False, "WIDTH": 32}
+    few = {} if capability < 90 else {"registers": 168}
+    fewer = {} if capability < 90 else {"registers": 128}
     wide = (*big[:3], 8, big[4])  # what the launcher takes for repairs
     statistics, weights = kernels_statistics.statistics_kernel, kernels_weights.weights_kernel
     jobs: list[tuple[Any, ...]] = [
@@ -154,10 +157,10 @@ def main() -> None:
             {**finish, "FOR_X": False, "d_x": None, "out_x": None},
             {"copy_engine": False},
         ),
-        (kernels_topk.topk_kernel, strip, {**search, "K": 32}, {}),
+        (kernels_topk.topk_kernel, strip, {**search, "K": 32}, few),
         (kernels_topk.topk_kernel, strip, {**search, "K": 64}, {}),
-        (kernels_topk_buffer.topk_buffer_kernel, strip, {**search, "BOUNDED": True, "REDO": False, "WIDTH": 32}, {}),
-        (kernels_topk_buffer.topk_buffer_kernel, strip, {**search, "BOUNDED": False, "REDO": True, "WIDTH": 32}, {}),
+        (kernels_topk_buffer.topk_buffer_kernel, buffers, beyond, fewer),
+        (kernels_topk_buffer.topk_buffer_kernel, buffers, {**beyond, "BOUNDED": False, "REDO": True}, fewer),
         (kernels_statistics.merge_kernel, (0, 0, 0, 4, 1), {**merge, "BLOCK": 32, "STEP": 16}, {"copy_engine": False}),
     ]
     for kernel, tile, switches, more in jobs:

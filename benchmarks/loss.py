@@ -327,7 +327,7 @@ def main() -> None:
         rows += group
         write(rows, found, Path(arguments.out))
     if "sigmoid" in arguments.suite:
-        for n, d in [(8192, 768), (65_536, 768)] if on_gpu else [(256, 64)]:
+        for n, d in ((n, 768 if on_gpu else 64) for n in arguments.sizes or ((8192, 65_536) if on_gpu else (256,))):
             known, group = known_gradient("sigmoid", n, d), []
             for name in arguments.names or peers.SIGMOID:
                 make = functools.partial(peers.sigmoid, name)

@@ -16,6 +16,40 @@ def _add_product(a, b, acc, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
     return acc
 
 
+@triton.jit
+def _gradient_tile(
+    tile, g, own, other, out, g_stride, own_stride, other_stride, n, depth, scale, share, sum_parts,
+    TRANSPOSED: tl.constexpr, WANT_SUM: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    RUN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A tile of f G `other`, of f G' `other` if TRANSPOSED."""
+    tiles_d = tl.cdiv(depth, BLOCK_N)
+    factor = share * tl.load(scale).to(tl.float32)
+    rows = (tile // tiles_d) * BLOCK_M + tl.arange(0, BLOCK_M)
+    at_depth = (tile % tiles_d) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_depth = (at_depth < depth)[None, :]
+    there = (rows < n)[:, None] & in_depth
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, n, RUN):
+        run = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(first, tl.minimum(first + RUN, n), BLOCK_K):
+            ks = k + tl.arange(0, BLOCK_K)
+            if TRANSPOSED:
+                g_at = g + ks.to(tl.int64)[:, None] * g_stride + rows[None, :]
+                a = tl.load(g_at, mask=(ks < n)[:, None] & (rows < g_stride)[None, :], other=0.0).T
+            else:
+                g_at = g + rows.to(tl.int64)[:, None] * g_stride + ks[None, :]
+                a = tl.load(g_at, mask=(rows < n)[:, None] & (ks < g_stride)[None, :], other=0.0)
+            other_at = other + ks.to(tl.int64)[:, None] * other_stride + at_depth[None, :]
+            b = tl.load(other_at, mask=(ks < n)[:, None] & in_depth, other=0.0)
+            run = _add_product(a, b, run, SPLIT, PRECISION)
+        acc += run
+    if WANT_SUM:
+        mine = tl.load(own + rows.to(tl.int64)[:, None] * own_stride + at_depth[None, :], mask=there, other=0.0)
+        tl.store(sum_parts + tile, tl.sum(mine.to(tl.float32) * acc) * share)
+    tl.store(out + rows.to(tl.int64)[:, None] * depth + at_depth[None, :], acc * factor, mask=there)
+
+
 @triton.jit(do_not_specialize=["n"])
 def gradient_kernel(
     g, x, y, out_x, out_y, g_stride, x_stride, y_stride, n, depth, scale, share, sum_parts,
@@ -30,50 +64,30 @@ def gradient_kernel(
     rounding errors of n equal rows, which all point one way, grow with n.
     sum_parts: (programs of dX,) float32, x_i . (G Y)_i summed over a tile, times share (WANT_SUM).
     """
-    tiles_d = tl.cdiv(depth, BLOCK_N)
-    tiles_one = tl.cdiv(n, BLOCK_M) * tiles_d
     program = tl.program_id(0)
-    factor = share * tl.load(scale).to(tl.float32)
-    tile = program
-    # Of a condition that mixes run time and compile time both branches would be compiled, also the one without memory.
+    tiles = tl.cdiv(n, BLOCK_M) * tl.cdiv(depth, BLOCK_N)
+    # A condition that mixed run time and compile time would have both branches compiled, also the one without memory.
     if FOR_X and FOR_Y:
-        for_x = program < tiles_one
-        tile = tl.where(for_x, program, program - tiles_one)
+        if program < tiles:
+            _gradient_tile(
+                program, g, x, y, out_x, g_stride, x_stride, y_stride, n, depth, scale, share, sum_parts,
+                False, WANT_SUM, SPLIT, PRECISION, RUN, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        else:
+            _gradient_tile(
+                program - tiles, g, y, x, out_y, g_stride, y_stride, x_stride, n, depth, scale, share, sum_parts,
+                True, False, SPLIT, PRECISION, RUN, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+    elif FOR_X:
+        _gradient_tile(
+            program, g, x, y, out_x, g_stride, x_stride, y_stride, n, depth, scale, share, sum_parts,
+            False, WANT_SUM, SPLIT, PRECISION, RUN, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
     else:
-        for_x: tl.constexpr = FOR_X
-    rows = (tile // tiles_d) * BLOCK_M + tl.arange(0, BLOCK_M)
-    at_depth = (tile % tiles_d) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_depth = (at_depth < depth)[None, :]
-    out_at = rows.to(tl.int64)[:, None] * depth + at_depth[None, :]
-    there = (rows < n)[:, None] & in_depth
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if for_x:
-        for first in range(0, n, RUN):
-            run = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for k in range(first, tl.minimum(first + RUN, n), BLOCK_K):
-                ks = k + tl.arange(0, BLOCK_K)
-                g_at = g + rows.to(tl.int64)[:, None] * g_stride + ks[None, :]
-                a = tl.load(g_at, mask=(rows < n)[:, None] & (ks < g_stride)[None, :], other=0.0)
-                y_at = y + ks.to(tl.int64)[:, None] * y_stride + at_depth[None, :]
-                b = tl.load(y_at, mask=(ks < n)[:, None] & in_depth, other=0.0)
-                run = _add_product(a, b, run, SPLIT, PRECISION)
-            acc += run
-        if WANT_SUM:
-            own = tl.load(x + rows.to(tl.int64)[:, None] * x_stride + at_depth[None, :], mask=there, other=0.0)
-            tl.store(sum_parts + tile, tl.sum(own.to(tl.float32) * acc) * share)
-        tl.store(out_x + out_at, acc * factor, mask=there)
-    else:
-        for first in range(0, n, RUN):
-            run = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for k in range(first, tl.minimum(first + RUN, n), BLOCK_K):
-                ks = k + tl.arange(0, BLOCK_K)
-                g_at = g + ks.to(tl.int64)[:, None] * g_stride + rows[None, :]
-                a = tl.load(g_at, mask=(ks < n)[:, None] & (rows < g_stride)[None, :], other=0.0)
-                x_at = x + ks.to(tl.int64)[:, None] * x_stride + at_depth[None, :]
-                b = tl.load(x_at, mask=(ks < n)[:, None] & in_depth, other=0.0)
-                run = _add_product(a.T, b, run, SPLIT, PRECISION)
-            acc += run
-        tl.store(out_y + out_at, acc * factor, mask=there)
+        _gradient_tile(
+            program, g, y, x, out_y, g_stride, y_stride, x_stride, n, depth, scale, share, sum_parts,
+            True, False, SPLIT, PRECISION, RUN, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
 
 
 @triton.jit

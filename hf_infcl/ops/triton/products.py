@@ -29,9 +29,20 @@ def gain(dtype: torch.dtype) -> float:
 
 def empty_weights(rows: Side, cols: Side) -> Tensor:
     """Room for a chunk of G; its rows start on 16-byte boundaries, whatever its width."""
-    embeds = rows.embeds
-    step = 16 // embeds.element_size()
-    return embeds.new_empty(len(rows), -(-len(cols) // step) * step)[:, : len(cols)]
+    return empty_matrix(len(rows), len(cols), rows.embeds.dtype, rows.embeds.device)
+
+
+def empty_matrix(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(n_rows, n_cols) to be written, its rows on 16-byte boundaries, with zeros between them.
+
+    The vendor's product reads 16 bytes at a time, and what it reads past a row's end it multiplies by zero: a NaN left
+    there by others would reach the result.
+    """
+    step = 16 // dtype.itemsize
+    room = torch.empty(n_rows, -(-n_cols // step) * step, device=device, dtype=dtype)
+    if n_cols % step:
+        room[:, n_cols:].zero_()
+    return room[:, :n_cols]
 
 
 def matmul(a: Tensor, b: Tensor, precision: str, out: Tensor | None = None) -> Tensor:

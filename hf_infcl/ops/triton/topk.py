@@ -24,14 +24,18 @@ _TILES_PER_SEGMENT = 8
 _BUFFER_ROWS = 32_768  # at k = 256: 128 MiB of buffers
 _BUFFER_ENTRIES = 2**27  # 1 GiB, which bounds the rows at very large k
 _MAX_INDEX = 2**31 - 2**16
-# Beyond the registers a sample of the columns, every eighth or fewer, bounds what can be among the best k: so many of
-# these fall into the sample on average, and its entry this many standard deviations further down is below them all.
-_SAMPLED, _DEVIATIONS = 12, 5.2
+# Beyond the registers a sample of the columns, every eighth or fewer, bounds what can be among the best k: some sqrt(k)
+# of these, 32 at most, fall into the sample, and its entry this many standard deviations further down is below them
+# all. A larger sample costs more itself and lets fewer candidates pass, which matters the more the larger k is.
+_SAMPLED, _DEVIATIONS = 32, 5.2
 _SAMPLE_STEP = 8
 _COLUMNS_PER_NEGATIVE = 16  # with fewer, nearly all pass anyway
 # Three programs of 128 threads share a multiprocessor's 65,536 registers, so that two selections overlap with one
 # product; the compiler spills 24 bytes at k = 8 and 272 at k = 32 for it. At k = 64 it would spill too much.
 _REGISTERS = 168
+# With buffers eight warps share a tile and two programs a multiprocessor: four warps with 255 registers spill 864 bytes
+# and took 31 instead of 30 ms at k = 256, 77 instead of 61 at k = 1,024 (65,536 pairs of 512, H200).
+_BUFFER_WARPS, _BUFFER_REGISTERS = 8, 128
 # Rows that a program of the backward gathers at a time. It waits for memory: many small programs serve best.
 _LINK_STEP, _LINK_WARPS = 8, 2
 
@@ -48,7 +52,7 @@ def _config(device: torch.device, dtype: torch.dtype, k: int, block_size: int | 
     width = block_size if block_size in (32, 64, 128, 256) else 128
     if dtype == torch.float32:
         return TileConfig(64, min(width, 64), 32, 4, 2)
-    return TileConfig(64, width, 64, 4, 3)
+    return TileConfig(64, width, 64, 4 if k <= _LARGEST_IN_REGISTERS else _BUFFER_WARPS, 3)
 
 
 def offer(
@@ -100,7 +104,7 @@ def sampling(k: int, n_cols: int) -> tuple[int, int] | None:
     """
     if n_cols < _COLUMNS_PER_NEGATIVE * k:
         return None
-    step = max(_SAMPLE_STEP, k // _SAMPLED)
+    step = max(_SAMPLE_STEP, math.isqrt(k), -(-k // _SAMPLED))
     hits = k / step
     return step, math.ceil(hits + _DEVIATIONS * math.sqrt(hits)) + 2
 
@@ -193,6 +197,8 @@ def _offer_in_buffers(
         strips = tiles.tiles_m
         keys = torch.empty(strips * tiles.config.block_m, capacity, device=best.scores.device, dtype=torch.int64)
         skipped = torch.empty(strips, device=best.scores.device, dtype=torch.int32)
+        fits = tiles.arguments["USE_TMA"] and tiles.config.warps == _BUFFER_WARPS
+        few = {"maxnreg": _BUFFER_REGISTERS} if fits else {}
         for redo in (False, True) if bounds is not None else (False,):
             topk_buffer_kernel[(strips,)](
                 **_arguments(tiles, exclude_pairs, None if ceiling is None else ceiling[part]),
@@ -208,6 +214,7 @@ def _offer_in_buffers(
                 REDO=redo,
                 capacity=capacity,
                 WIDTH=width,
+                **few,
             )
         _count(best, skipped, (min(part.stop, len(anchors)) - part.start) * tiles.tiles_n)
 

@@ -16,7 +16,7 @@ from hf_infcl.ops.triton.kernels_gradient import finish_kernel, gradient_kernel
 from hf_infcl.ops.triton.kernels_statistics import merge_kernel, statistics_kernel
 from hf_infcl.ops.triton.kernels_weights import weights_kernel
 from hf_infcl.ops.triton.launch import Tiles, launch, operand
-from hf_infcl.ops.triton.products import gain, matmul
+from hf_infcl.ops.triton.products import empty_matrix, gain, matmul
 from hf_infcl.ops.triton.softmax import exact
 
 # In float32 for an incoming gradient of one: of images and of texts, both yet to be multiplied by the last (None: by
@@ -173,9 +173,8 @@ class Batch:
         """Both gradients by the vendor's products, from as many rows of G at a time as scratch memory holds."""
         images, texts, device = self.images, self.texts, self.images.device
         n, c = len(images), self.config
-        width = -(-n // 16) * 16  # rows of G start on 16-byte boundaries
-        height = max(_BAND // width // c.block_m, 1) * c.block_m
-        g = torch.empty(min(height, n), width, device=device, dtype=images.dtype)[:, :n]
+        height = max(_BAND // n // c.block_m, 1) * c.block_m
+        g = empty_matrix(min(height, n), n, images.dtype, device)
         of_images: list[Tensor] = []
         d_y: Tensor | None = None
         from_tiles: list[Tensor] = []  # of the scale, where dX is not computed
