@@ -33,10 +33,9 @@ def empty_weights(rows: Side, cols: Side) -> Tensor:
 
 
 def empty_matrix(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(n_rows, n_cols) to be written, its rows on 16-byte boundaries, with zeros between them.
+    """(n_rows, n_cols) to be written, its rows on 16-byte boundaries.
 
-    The vendor's product reads 16 bytes at a time, and what it reads past a row's end it multiplies by zero: a NaN left
-    there by others would reach the result.
+    Between them are zeros: a product that reads on to the next boundary, and multiplies that by zero, meets no NaN.
     """
     step = 16 // dtype.itemsize
     room = torch.empty(n_rows, -(-n_cols // step) * step, device=device, dtype=dtype)

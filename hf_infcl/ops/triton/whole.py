@@ -93,7 +93,7 @@ class Batch:
         self.n, self.depth = images.shape
         self.x, self.y = operand(images), operand(texts)
         self.config = _tile(self.n, images.dtype, precision, images.device)
-        # What else a launch depends on is a compile-time argument, or the alignment of memory that is allocated here.
+        # What else a launch depends on are compile-time arguments, and that memory allocated here is aligned.
         of_ids = None if ids is None else (ids.stride(), ids.data_ptr() % 16)
         self.kind = (
             images.dtype, self.n % 16, self.n == 1, self.depth, self.x.stride(0), self.y.stride(0),
@@ -164,7 +164,7 @@ class Batch:
                 rows is not None, cols is not None, many, smoothing > 0, exact(self.precision, dtype),
                 sums is not None, False, False,
             ),
-            kind=self.kind,
+            kind=(self.kind, g.dtype),
         )  # fmt: skip
 
     def _by_bands(
