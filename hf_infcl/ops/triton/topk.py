@@ -33,8 +33,8 @@ _COLUMNS_PER_NEGATIVE = 16  # with fewer, nearly all pass anyway
 # Three programs of 128 threads share a multiprocessor's 65,536 registers, so that two selections overlap with one
 # product; the compiler spills 24 bytes at k = 8 and 272 at k = 32 for it. At k = 64 it would spill too much.
 _REGISTERS = 168
-# With buffers eight warps share a tile, and two programs a multiprocessor: each thread's part of a tile, of the keys made
-# from it and of what a cut reads would not fit beside each other otherwise.
+# With buffers eight warps share a tile, and two programs a multiprocessor. With four, a thread's part of the tile, of
+# its keys and of what a cut reads would not fit beside each other.
 _BUFFER_WARPS, _BUFFER_REGISTERS = 8, 128
 # Rows that a program of the backward gathers at a time. It waits for memory: many small programs serve best.
 _LINK_STEP, _LINK_WARPS = 8, 2
