@@ -13,7 +13,7 @@ for seed 0, the skip ratio and how hard the negatives are over the training of t
 
 Sets and seeds can run in processes of their own, each with an ``--out`` folder: the results hold every seed's values,
 and ``merge`` joins those of the same settings. So give such processes their steps and not ``--seconds``, by which each
-would choose its own.
+would choose its own. A process that is cut short leaves the runs that it has finished.
 
 ``memory`` finds the largest batches of ViT-B/32 CLIP with LoRA: see hard_negatives_memory.py.
 """
@@ -25,6 +25,7 @@ import re
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ import torch
 from hard_negatives_quality import DEVICE, METRICS, Pairs, Plan, Run, one_seed, read, small_clip, train
 
 REFERENCE = str(Run())
+Keep = Callable[[dict[str, Any]], object]
 
 
 def shortened(plan: Plan, data: Pairs, tokenizer: Any, trainings: int, seconds: float) -> Plan:
@@ -49,7 +51,8 @@ def shortened(plan: Plan, data: Pairs, tokenizer: Any, trainings: int, seconds: 
     return replace(plan, base_steps=max(int(share * plan.base_steps), 1), steps=max(int(share * plan.steps), 1))
 
 
-def quality(args: argparse.Namespace, device: str) -> dict[str, Any]:
+def quality(args: argparse.Namespace, device: str, keep: Keep) -> dict[str, Any]:
+    """keep: called with the results after every run, so that a process cut short leaves what it has."""
     from transformers import AutoTokenizer
 
     begin = time.perf_counter()
@@ -71,6 +74,7 @@ def quality(args: argparse.Namespace, device: str) -> dict[str, Any]:
         for seed in args.seeds:
             for row in one_seed(data, test, tokenizer, plan, seed):
                 results["runs"].append({"set": name, **row})
+                keep(results)
                 print(
                     f"{name:8} seed {seed} {row['run']:18} {row['mean_recall@1']:.4f} {row['seconds']:6.1f} s",
                     flush=True,
@@ -106,6 +110,8 @@ def compared(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     reference = {(row["set"], row["seed"]): row for row in runs if row["run"] == REFERENCE}
     grouped: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in sorted(runs, key=lambda row: (row["set"], row["seed"])):
+        if (row["set"], row["seed"]) not in reference:
+            continue  # cut short before there was anything to compare with
         grouped.setdefault((row["set"], row["run"]), []).append(row)
     found = []
     for (name, run), rows in grouped.items():
@@ -236,21 +242,22 @@ def main() -> None:
     if args.mode == "quality" and 0 not in args.bank_sizes:
         sys.exit(f"--bank_sizes must hold 0, against which all is compared, got {args.bank_sizes}")
     device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else platform.machine()
-    if args.mode == "memory":
-        results = hard_negatives_memory.memory(args.gib, args.ks, args.micro_batch, args.largest)
-        shown = hard_negatives_memory.table(results)
-    else:
-        results = merge(args.files) if args.mode == "merge" else quality(args, device)
-        results["compared"] = compared(results["runs"])
-        shown = summary(results)
     topic = "memory" if args.mode == "memory" else "quality"
-    stem = re.sub(r"[^a-z0-9]+", "_", results["device"].lower())
-    output = args.out / f"hard_negatives_{topic}_{stem}.json"
+    output = args.out / f"hard_negatives_{topic}_{re.sub(r'[^a-z0-9]+', '_', device.lower())}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    if topic == "quality":
+
+    def keep(results: dict[str, Any]) -> None:
+        output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+    if args.mode == "memory":
+        results = hard_negatives_memory.memory(args.gib, args.ks, args.micro_batch, args.largest, keep)
+        print(hard_negatives_memory.head(results))
+    else:
+        results = merge(args.files) if args.mode == "merge" else quality(args, device, keep)
+        results["compared"] = compared(results["runs"])
         plot(results, output.with_suffix(".png"))
-    print(shown)
+        print(summary(results))
+    keep(results)
 
 
 if __name__ == "__main__":

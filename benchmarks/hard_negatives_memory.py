@@ -68,11 +68,15 @@ def largest(step: Callable[[int], None], first: int, most: int) -> tuple[int, in
     return fits, used
 
 
-def memory(gibs: list[int], ks: list[int], micro_batch: int, most: int) -> dict[str, Any]:
+def memory(
+    gibs: list[int], ks: list[int], micro_batch: int, most: int, keep: Callable[[dict[str, Any]], object]
+) -> dict[str, Any]:
     """The largest batches of both ways and all losses under each budget, in GiB.
 
     Args:
-        most: the largest batch tried, where time and not memory would end the search.
+        most: the largest batch tried, where time and not memory would end the search. A loss that gets there under one
+            budget is not tried again under a larger one.
+        keep: called with the results after every row.
     """
     losses: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "dense InfoNCE": dense,
@@ -114,14 +118,23 @@ def memory(gibs: list[int], ks: list[int], micro_batch: int, most: int) -> dict[
         "tried_up_to": most,
         "budgets": [],
     }
-    for gib in gibs:
+    done: dict[str, tuple[int, int]] = {}
+    for gib in sorted(gibs):
         torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total))
+
+        def add(row: dict[str, Any]) -> None:
+            results["budgets"].append(row)
+            print(line(row, most), flush=True)
+            keep(results)
+
         n, used = largest(one_pass, 256, most)
-        rows = [{"gib": gib, "way": "one pass", "loss": "dense InfoNCE", "largest_batch": n, "peak_mib": used / MIB}]
+        add({"gib": gib, "way": "one pass", "loss": "dense InfoNCE", "largest_batch": n, "peak_mib": used / MIB})
         for name, loss in losses.items():
-            n, used = largest(lambda n, loss=loss: loss_step(loss, n), 4096, most)  # type: ignore[misc]
+            n, used = done.get(name) or largest(lambda n, loss=loss: loss_step(loss, n), 4096, most)  # type: ignore[misc]
+            if 2 * n > most:
+                done[name] = n, used
             embeds = 4 * n * dim * 2  # both sides and their gradients
-            rows.append(
+            add(
                 {
                     "gib": gib,
                     "way": "accumulation",
@@ -134,24 +147,22 @@ def memory(gibs: list[int], ks: list[int], micro_batch: int, most: int) -> dict[
                     "scores_of_a_block_mib": 4 * n * _BLOCK / MIB,
                 }
             )
-        results["budgets"] += rows
     torch.cuda.set_per_process_memory_fraction(1.0)
     return results
 
 
-def table(results: dict[str, Any]) -> str:
-    head = (
+def head(results: dict[str, Any]) -> str:
+    return (
         f"ViT-B/32 + LoRA: weights {results['weights_mib']:,.0f} MiB; encoders, micro-batches of "
-        f"{results['micro_batch']}: {results['encoder_mib']:,.0f} MiB\n"
-        f"{'GiB':>4} {'way':13} {'loss':14} {'largest batch':>14} {'loss MiB':>9} {'all scores':>11} {'a block':>9}\n"
+        f"{results['micro_batch']}: {results['encoder_mib']:,.0f} MiB"
     )
-    lines = []
-    for row in results["budgets"]:
-        most = " (tried no more)" if row["largest_batch"] * 2 > results["tried_up_to"] else ""
-        more = [f"{row[name]:,.0f}" if name in row else "" for name in ("loss_mib", "scores_all_mib")]
-        block = f"{row['scores_of_a_block_mib']:,.0f}" if "scores_of_a_block_mib" in row else ""
-        batch = f"{row['largest_batch']:,}"
-        lines.append(
-            f"{row['gib']:>4} {row['way']:13} {row['loss']:14} {batch:>14} {more[0]:>9} {more[1]:>11} {block:>9}{most}"
+
+
+def line(row: dict[str, Any], most: int) -> str:
+    text = f"{row['gib']:>4} GiB {row['way']:13} {row['loss']:14} largest batch {row['largest_batch']:>9,}"
+    if "loss_mib" in row:
+        text += (
+            f", loss {row['loss_mib']:,.0f} MiB (all scores {row['scores_all_mib']:,.0f}, a block "
+            f"{row['scores_of_a_block_mib']:,.0f})"
         )
-    return head + "\n".join(lines)
+    return text + (" (tried no more)" if row["largest_batch"] * 2 > most else "")
