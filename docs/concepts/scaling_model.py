@@ -11,6 +11,7 @@ yield of a pass, which has nothing left to hide behind, and the elementwise merg
 
 import argparse
 import json
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ PAGE = Path(__file__).with_name("scaling.md")
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 # The first that has what is looked for.
 FILES = ("ring_nvidia_h200.json", "loss_nvidia_h200.json")
+HOST = "loss_host_nvidia_h200.json"
 
 
 @dataclass(frozen=True)
@@ -56,21 +58,23 @@ class Machine:
     Attributes:
         rate: operations a second on the four products, of a block that fills the GPU.
         overhead: seconds that a block's launches cost beside it, forward and backward together.
+        issue: seconds in which the host issues a block's launches, likewise: a block takes no less.
         memory: bytes a second of elementwise work.
         per_node: GPUs that NVLink joins.
     """
 
     rate: float
     overhead: float
+    issue: float = 0.0
     memory: float = 4e12
     per_node: int = 8
 
     @classmethod
-    def through(cls, depth: int, small: tuple[int, float], large: tuple[int, float]) -> "Machine":
+    def through(cls, depth: int, small: tuple[int, float], large: tuple[int, float], issue: float) -> "Machine":
         """The GPU that takes the measured seconds for the losses of two sizes (rows)."""
         operations = [8 * rows**2 * depth for rows, _ in (small, large)]
         rate = (operations[1] - operations[0]) / (large[1] - small[1])
-        return cls(rate, max(0.0, small[1] - operations[0] / rate))
+        return cls(rate, max(0.0, small[1] - operations[0] / rate), issue)
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,8 @@ def step(machine: Machine, ranks: int, rows: int, depth: int) -> Step:
         depth: D.
     """
     block = 2 * rows**2 * depth / machine.rate  # one product of two blocks
-    forward, backward = block + machine.overhead / 4, 3 * block + 3 * machine.overhead / 4
+    both = max(4 * block + machine.overhead, machine.issue)
+    forward, backward = both / 4, 3 * both / 4
     arithmetic = ranks * (forward + backward)
     if ranks == 1:
         return Step(arithmetic, arithmetic, True, True)
@@ -128,13 +133,21 @@ def least_rows(machine: Machine, link: Link, depth: int) -> int:
 def measured(depth: int) -> tuple[Machine, str]:
     """The GPU of the results, and where it was found."""
     for name in FILES:
-        # Smaller blocks do not fill the GPU.
-        alone = [row for row in _rows(name, depth) if row.get("processes", 1) == 1 and _size(row) >= 16_384]
+        # Smaller blocks do not fill the GPU, and a process alone has a way of its own for them.
+        alone = [row for row in _rows(name, depth) if row.get("processes", 1) == 1 and _size(row) >= 32_768]
         times = {_size(row): row["ms"] / 1e3 for row in alone if row["name"] in ("hf_infcl", "alone")}
         if len(times) > 1:
             small, large = min(times), max(times)
-            return Machine.through(depth, (small, times[small]), (large, times[large])), name
+            return Machine.through(depth, (small, times[small]), (large, times[large]), _issue()), name
     raise FileNotFoundError(f"none of {', '.join(FILES)} in {RESULTS} has two sizes of D={depth}; give --rate")
+
+
+def _issue() -> float:
+    """Median over small batches, which all wait for the host."""
+    if not (RESULTS / HOST).exists():
+        return 0.0
+    steps = json.loads((RESULTS / HOST).read_text())["steps"]
+    return statistics.median(one["ms"]["the general way"] for one in steps) / 1e3
 
 
 def _rows(name: str, depth: int) -> Iterator[dict[str, Any]]:
@@ -152,7 +165,8 @@ def report(machine: Machine, source: str, depth: int) -> Iterator[str]:
     """The lines of the tables."""
     nvlink = f"{NVLINK.latency * 1e6:.0f} us and {NVLINK.bandwidth / GIB:.0f} GiB/s"
     network = f"{NETWORK.latency * 1e6:.0f} us and {NETWORK.bandwidth / 1e9:.0f} GB/s"
-    gpu = f"{machine.rate / 1e12:.0f} TFLOP/s, and {machine.overhead * 1e3:.2f} ms for a block's launches"
+    gpu = f"{machine.rate / 1e12:.0f} TFLOP/s, {machine.overhead * 1e3:.2f} ms beside a block"
+    gpu += f", which takes the host {machine.issue * 1e3:.1f} ms to issue"
     yield f"One GPU ({source}): {gpu}."
     yield f"NVLink: {nvlink}; the network between nodes: {network}. D = {depth}, bfloat16, nothing gathered."
     yield ""
@@ -197,7 +211,7 @@ def main() -> None:
     if arguments.rate is None:
         machine, source = measured(arguments.depth)
     else:
-        machine, source = Machine(arguments.rate * 1e12, arguments.overhead * 1e-3), "as given"
+        machine, source = Machine(arguments.rate * 1e12, arguments.overhead * 1e-3, _issue()), "as given"
     text = "\n".join(report(machine, source, arguments.depth))
     print(text)
     if arguments.write:
