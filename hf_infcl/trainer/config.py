@@ -8,7 +8,7 @@ import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
-from hf_infcl.trainer.hardware import check_bf16, check_device, meets_on_cpu
+from hf_infcl.trainer.hardware import check_bf16, check_device, join_on_cpu, meets_on_cpu
 from hf_infcl.trainer.naming import suggesting_names
 
 _KIND_NAMES: dict[type, str] = {int: "an integer", float: "a number"}
@@ -284,6 +284,7 @@ class InfCLConfig(TrainingArguments):
         self._check_strategies()
         check_bf16(self)
         self.use_cpu = meets_on_cpu(self)
+        join_on_cpu(self)
         super().__post_init__()
         if self.device.type == "cpu":
             # On several processes it is "cpu:0", to which transformers 5.17 cannot restore an optimizer.

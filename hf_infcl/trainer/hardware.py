@@ -2,9 +2,11 @@
 
 import logging
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from accelerate.utils import get_int_from_env
 from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
@@ -43,6 +45,15 @@ def meets_on_cpu(args: TrainingArguments) -> bool:
     transformers joins them there only where `use_cpu` is set; otherwise each would train by itself, into one folder.
     """
     return bool(args.use_cpu) or (launched_processes() > 1 and not torch.accelerator.is_available())
+
+
+def join_on_cpu(args: TrainingArguments) -> None:
+    """Joins processes that train on the CPU, with the time limit `ddp_timeout`.
+
+    transformers, which joins them otherwise, passes it on for GPUs only: gloo's own half an hour would apply.
+    """
+    if args.use_cpu and launched_processes() > 1 and dist.is_available() and not dist.is_initialized():
+        PartialState(cpu=True, backend=args.ddp_backend, timeout=timedelta(seconds=args.ddp_timeout))
 
 
 def check_device(args: TrainingArguments) -> None:

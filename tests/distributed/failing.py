@@ -81,8 +81,10 @@ def by_trainer(how: str, folder: Path) -> None:
     try:
         run("nan")
     except FloatingPointError as error:
-        told = folder / f"told-{dist.get_rank()}"
-        told.write_text(f"{error} after {(folder / f'steps-{dist.get_rank()}').read_text()} steps")
+        rank, group = dist.get_rank(), dist.group.WORLD
+        steps = (folder / f"steps-{rank}").read_text()
+        limit = group._get_backend(torch.device("cpu")).options._timeout.seconds
+        (folder / f"told-{rank}").write_text(f"{error} after {steps} steps, messages within {limit} s")
     run(how)
 
 

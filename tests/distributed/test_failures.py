@@ -61,7 +61,7 @@ WORDS = {
 NAMED = r"Root Cause[\s\S]*rank *: 1 \(local_rank: 1\)|rank 1 of 2 ended or stopped answering while rank 0 waited"
 TOLD = {
     "loss": "embedding dimension: rank 0 has 4, rank 1 has 5",
-    "trainer": f"process 1: the text tower gave a NaN .* after {AT_STEP} steps",
+    "trainer": f"process 1: the text tower gave a NaN .* after {AT_STEP} steps, messages within {LIMIT.seconds} s",
 }
 
 
