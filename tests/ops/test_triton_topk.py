@@ -133,6 +133,17 @@ def test_a_bound_from_a_sample_that_deceives(sampled):
     assert_same(70, [(Side(x), Side(y, 1000))], 8, directions=(True, False))
 
 
+def test_a_cut_in_mid_launch_leaves_what_is_under_a_bound_to_the_second():
+    """One row fills its buffer; of the other, which holds k of a block before, only the sample meets the best."""
+    k, m = 65, 1040
+    rows = Side(torch.eye(2, device=DEVICE), 10**6)
+    early, late = torch.zeros(100, 2, device=DEVICE), torch.ones(m, 2, device=DEVICE)
+    early[:, 1] = -torch.arange(100, device=DEVICE) / 1000
+    late[:, 1] += torch.arange(m, device=DEVICE) / 4096
+    late[torch.arange(0, m, 8, device=DEVICE)[:30], 1] = 3.0
+    assert_same(k, [(rows, Side(early, 5000)), (rows, Side(late, 0))], 2, directions=(True, False), pairs=False)
+
+
 def test_more_than_k_candidates_reach_the_bound_of_a_sample():
     from hf_infcl.ops.triton.topk import sampling
 

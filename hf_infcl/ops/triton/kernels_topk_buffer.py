@@ -171,7 +171,9 @@ def _keep_best(keys, base, count, cut, k, WIDTH: tl.constexpr, BLOCK_M: tl.const
         tl.store(keys + (base + kept)[:, None] + places, key, mask=keep)
         kept += chosen
     tl.debug_barrier()
-    return kept, tl.where(is_full, low, cut)
+    # Never below what it was: a row may hold k of earlier blocks that lie under its bound, and a second launch offers
+    # all of this block's that do.
+    return kept, tl.where(is_full, tl.maximum(low, cut), cut)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "depth", "shift", "offset", "k"])
