@@ -65,7 +65,7 @@ class InfCLConfig(TrainingArguments):
 
         loss_type (`str`, *optional*):
             What is minimised: `contrastive` (symmetric InfoNCE), `hard_negative` (the hardest negatives only) or
-            `sigmoid` (SigLIP's). By default what the family was pretrained with.
+            `sigmoid` (SigLIP's, for models with a logit bias). By default what the family was pretrained with.
         duplicates (`str`, defaults to `"mask"`):
             What becomes of other rows with the same image or caption: `mask` leaves them out of the negatives,
             `positive` makes them positives, `keep` takes them for negatives.
@@ -211,7 +211,8 @@ class InfCLConfig(TrainingArguments):
         default=None,
         metadata={
             "help": "What is minimised: `contrastive` (symmetric InfoNCE), `hard_negative` (the hardest negatives "
-            "only) or `sigmoid` (SigLIP's). By default what the family was pretrained with.",
+            "only) or `sigmoid` (SigLIP's, for models with a logit bias). By default what the family was pretrained "
+            "with.",
             "choices": list(LOSS_TYPES),
         },
     )
