@@ -165,6 +165,20 @@ def _checkpoint(value: str | None) -> Any:
     return True if value is not None and value.lower() in ("last", "true") else value
 
 
+def _leave_group(trainer: "InfCLTrainer") -> None:
+    """Takes the process group down, its threads too.
+
+    A process that ends while they still run can be aborted by them; its launcher then kills the others, and the first
+    one may still be writing the card. They run for as long as the DDP model holds the group.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    trainer.accelerator.end_training()
+    if isinstance(trainer.model_wrapped, DistributedDataParallel):
+        for holder in ("reducer", "logger", "process_group"):
+            delattr(trainer.model_wrapped, holder)
+
+
 def run(args: Sequence[str] | None = None, prog: str = "hf-infcl train") -> int:
     """Parses a command line and trains.
 
@@ -181,8 +195,6 @@ def run(args: Sequence[str] | None = None, prog: str = "hf-infcl train") -> int:
 
     def work(trainer: "InfCLTrainer", *told: Any) -> None:
         fine_tune(trainer, *told)
-        # A process that ends while the group's threads still run can be aborted by them; its launcher then kills the
-        # others, and the first one may still be writing the card.
-        trainer.accelerator.end_training()
+        _leave_group(trainer)
 
     return run_command(prog, prepare, work)

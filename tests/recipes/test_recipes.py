@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 import yaml
 from huggingface_hub import ModelCard
+from torch.nn.parallel import DistributedDataParallel
 
 import hf_infcl
 from hf_infcl.cli import main as command_line
@@ -137,12 +138,22 @@ def test_a_value_that_cannot_be_is_said_in_one_line(tmp_path, option, value, sai
 
 
 def test_the_command_leaves_no_process_group_behind(tmp_path, monkeypatch):
-    def in_a_group(*_):
+    """Nor its threads, which could abort the process at its end, though a DDP model lives on that held the group."""
+    alive = []
+
+    def threads():
+        return [task.read_text() for task in Path("/proc/self/task").glob("*/comm") if "gloo" in task.read_text()]
+
+    def in_a_group(trainer, *_):
         dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+        trainer.model_wrapped = DistributedDataParallel(trainer.model)
+        alive.append(trainer.model_wrapped)
+        assert threads() or sys.platform != "linux"
 
     monkeypatch.setattr("hf_infcl.cli.train.fine_tune", in_a_group)
     assert run(small_run(tmp_path)) == 0
     assert not dist.is_initialized()
+    assert not threads()
 
 
 def test_the_script_runs_under_accelerate_launch(tmp_path):
