@@ -99,8 +99,8 @@ def _tiles(anchors: Side, others: Side, k: int, precision: str, block_size: int 
 def sampling(k: int, n_cols: int) -> tuple[int, int] | None:
     """Of how many columns to sample one, and which entry of the sample bounds the best k; None: it does not pay.
 
-    Without a bound a buffer, half as large again as k, is full whenever the columns seen have grown by half, and each
-    cut back to k costs a third of a product. With one, some 3 k candidates pass, and the buffer is cut once.
+    Without a bound a buffer, half as large again as k, is full whenever the columns seen have grown by half, and is cut
+    back to k each time. With one, some 2 to 3 k candidates pass, and the buffer is cut once.
     """
     if n_cols < _COLUMNS_PER_NEGATIVE * k:
         return None
