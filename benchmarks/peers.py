@@ -92,7 +92,9 @@ def sigmoid(name: str) -> Loss:
     if name == "hf_infcl":
         from hf_infcl import sigmoid_loss
 
-        return lambda x, y, s: sigmoid_loss(x, y, s, x.new_full((), BIAS, dtype=torch.float32), group=False)
+        return lambda x, y, s: sigmoid_loss(
+            x, y, s, torch.full((), BIAS, device=x.device, requires_grad=True), group=False
+        )
     if name in ("dense", "torch.compile"):
 
         def loss(x: Tensor, y: Tensor, s: Tensor) -> Tensor:

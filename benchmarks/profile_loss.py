@@ -43,7 +43,13 @@ CASES = (
     (65_536, 768, "sigmoid"),
 )
 # Products of 2 N^2 D operations that all launches of a kernel in one step compute.
-PRODUCTS = {"statistics_kernel": 1, "weights_kernel": 1, "sigmoid_kernel": 1, "gradient_kernel": 2, "library": 2}
+PRODUCTS = {
+    "statistics_kernel": 1,
+    "weights_kernel": 1,
+    "sigmoid_weights_kernel": 1,
+    "gradient_kernel": 2,
+    "library": 2,
+}
 COUNTERS = {
     "gpu__time_duration.sum": "time",
     "sm__throughput.avg.pct_of_peak_sustained_elapsed": "multiprocessors, % of peak",

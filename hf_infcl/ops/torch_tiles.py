@@ -154,17 +154,26 @@ def softmax_weights(
     return g, (g * u).sum() if want_sum else None
 
 
-def sigmoid_loss(
-    rows: Side, cols: Side, scale: Tensor, bias: Tensor, rule: Rule, precision: str, related: None = None
-) -> Tensor:
-    """Sum over the chunk of -log sigmoid(z (s u + b)), z = +1 on pairs and -1 elsewhere."""
-    logits = products(rows, cols, precision).mul_(scale).add_(bias)
+def _sigmoid_logits(
+    rows: Side, cols: Side, scale: Tensor, bias: Tensor, rule: Rule, precision: str
+) -> tuple[Tensor, Tensor, int | None]:
+    """The chunk of u, of -z (s u + b), -inf where a pair is left out, and the diagonal on which z is +1."""
+    u = products(rows, cols, precision)
+    logits = u * scale + bias
     valid, _ = relations(rows, cols, rule)
     if valid is not None:
         logits.masked_fill_(~valid, -torch.inf)
     shift = diagonal(rows, cols)
     if shift is not None:
         torch.diagonal(logits, shift).neg_()
+    return u, logits, shift
+
+
+def sigmoid_loss(
+    rows: Side, cols: Side, scale: Tensor, bias: Tensor, rule: Rule, precision: str, related: None = None
+) -> Tensor:
+    """Sum over the chunk of -log sigmoid(z (s u + b)), z = +1 on pairs and -1 elsewhere."""
+    _, logits, _ = _sigmoid_logits(rows, cols, scale, bias, rule, precision)
     return torch.nn.functional.softplus(logits).sum()
 
 
@@ -177,19 +186,16 @@ def sigmoid_weights(
     precision: str,
     want_sum: bool,
     related: None = None,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The chunk of G = -z sigmoid(-z (s u + b)).
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """The chunk of G = -z sigmoid(-z (s u + b)), and its share of the loss.
 
     Returns:
-        G (n_rows, n_cols); sum of G u if wanted (the scale's gradient); sum of G (the bias's).
+        G (n_rows, n_cols); sum of G u if wanted (the scale's gradient); sum of G (the bias's); what `sigmoid_loss`
+        returns.
     """
-    u = products(rows, cols, precision)
-    g = torch.sigmoid(u * scale + bias)
-    valid, _ = relations(rows, cols, rule)
-    if valid is not None:
-        g.masked_fill_(~valid, 0.0)
-    shift = diagonal(rows, cols)
+    u, logits, shift = _sigmoid_logits(rows, cols, scale, bias, rule, precision)
+    loss = torch.nn.functional.softplus(logits).sum()
+    g = logits.sigmoid_()
     if shift is not None:
-        # sigmoid(l) - 1 loses its bits near 1; -sigmoid(-l) does not.
-        torch.diagonal(g, shift).copy_(-torch.sigmoid(-(torch.diagonal(u, shift) * scale + bias)))
-    return g, (g * u).sum() if want_sum else None, g.sum()
+        torch.diagonal(g, shift).neg_()
+    return g, (g * u).sum() if want_sum else None, g.sum(), loss

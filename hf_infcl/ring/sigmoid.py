@@ -1,4 +1,4 @@
-"""SigLIP's loss over the ring: no statistics to keep, so one traversal gives the value and one the gradients.
+"""SigLIP's loss over the ring: its weights need no statistics, so one traversal gives the value and the gradients.
 
     L = -sum_ij log sigmoid(z_ij (s u_ij + b)) / n        z: +1 on pairs, -1 elsewhere
     G_ij = -z_ij sigmoid(-z_ij (s u_ij + b))
@@ -24,12 +24,22 @@ from hf_infcl.ring.world import World
 Needs = tuple[bool, bool, bool, bool]  # gradient of images, texts, scale, bias
 
 
+# Gradients of images, texts, scale and bias for an incoming one of 1, in the accumulator's dtype; None: not needed.
+Made = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _engine(images: Tensor, scale: Tensor, bias: Tensor, spec: Spec) -> tuple[Engine, Tensor, Tensor]:
+    """How the sweep is computed, the scale and the bias as scalars to compute with."""
+    engine = Engine.of(images, spec.backend, spec.precision, spec.block_size)
+    s, b = (value.detach().reshape(()).to(engine.accumulator) for value in (scale, bias))
+    return engine, s, b
+
+
 def sigmoid_forward(
     images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor, ids: Tensor | None, spec: Spec, layout: Layout
 ) -> Tensor:
-    """The loss, a scalar."""
-    engine = Engine.of(images, spec.backend, spec.precision, spec.block_size)
-    s, b = (value.detach().reshape(()).to(engine.accumulator) for value in (scale, bias))
+    """The loss alone, a scalar: one product."""
+    engine, s, b = _engine(images, scale, bias, spec)
     total = torch.zeros((), device=engine.device, dtype=torch.float64)  # of up to N^2 terms, chunk by chunk
     mine, travelling = shards(layout, images, texts, ids)
 
@@ -45,6 +55,63 @@ def sigmoid_forward(
     return (layout.world.sum_(total) / layout.rows).to(engine.accumulator)
 
 
+def sigmoid_forward_and_gradients(
+    images: Tensor,
+    texts: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    ids: Tensor | None,
+    spec: Spec,
+    layout: Layout,
+    needs: Needs,
+) -> tuple[Tensor, Made]:
+    """The loss and its gradients: three products, where a backward pass of its own would make the first of them again.
+
+    The embeddings' gradients are the mean's times the number of processes, which DDP's averaging takes back.
+    """
+    engine, s, b = _engine(images, scale, bias, spec)
+    sums = torch.zeros(3, device=engine.device, dtype=torch.float64)  # of the loss, G and G u, chunk by chunk
+    total, sum_g, sum_gu = sums
+
+    def weights_of(block: Block, _: tuple[Tensor, ...]) -> Weights:
+        related = engine.relate(block.rows, block.cols, spec.rule)
+
+        def weights(r: slice, c: slice, want_sum: bool) -> tuple[Tensor, Tensor | None]:
+            g, chunk_gu, chunk_g, chunk_loss = engine.tiles.sigmoid_weights(
+                block.rows[r], block.cols[c], s, b, spec.rule, engine.precision, want_sum, related(r, c)
+            )
+            total.add_(chunk_loss)
+            sum_g.add_(chunk_g)
+            return g, chunk_gu
+
+        return weights
+
+    mine, travelling = shards(layout, images, texts, ids)
+    share = 1.0 / (layout.rows * engine.gain)
+    d_images, d_texts, my_gu = gradient_traversal(
+        engine, layout, mine, travelling, (), weights_of, s * share * layout.world.size, needs[:3], rounded=False
+    )
+    sum_gu.add_(my_gu)
+    layout.world.sum_(sums)
+    d_scale, d_bias = ((value * share).to(engine.accumulator) for value in (sum_gu, sum_g))
+    loss = (total / layout.rows).to(engine.accumulator)
+    return loss, (d_images, d_texts, d_scale if needs[2] else None, d_bias if needs[3] else None)
+
+
+def finished(made: Made, grad: Tensor, dtype: torch.dtype, scale: Tensor, bias: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients for an incoming one, a scalar: each times it, and then rounded, once."""
+
+    def times(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        return None if gradient is None else torch.mul(gradient, grad, out=torch.empty_like(gradient, dtype=dtype))
+
+    d_images, d_texts, d_scale, d_bias = made
+    scalars = (
+        None if d is None else times(d.reshape(leaf.shape), leaf.dtype)
+        for d, leaf in ((d_scale, scale), (d_bias, bias))
+    )
+    return times(d_images, dtype), times(d_texts, dtype), *scalars
+
+
 def sigmoid_backward(
     grad: Tensor,
     images: Tensor,
@@ -56,36 +123,9 @@ def sigmoid_backward(
     layout: Layout,
     needs: Needs,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the image embeddings, the text embeddings, the scale and the bias, None where not needed.
-
-    At the embeddings it is the mean's times the number of processes, which DDP's averaging takes back.
-    """
-    engine = Engine.of(images, spec.backend, spec.precision, spec.block_size)
-    s, b = (value.detach().reshape(()).to(engine.accumulator) for value in (scale, bias))
-    share = grad.to(engine.accumulator) / (layout.rows * engine.gain)
-    sum_g = torch.zeros((), device=engine.device, dtype=torch.float64)
-
-    def weights_of(block: Block, _: tuple[Tensor, ...]) -> Weights:
-        related = engine.relate(block.rows, block.cols, spec.rule)
-
-        def weights(r: slice, c: slice, want_sum: bool) -> tuple[Tensor, Tensor | None]:
-            g, gu, chunk_sum = engine.tiles.sigmoid_weights(
-                block.rows[r], block.cols[c], s, b, spec.rule, engine.precision, want_sum, related(r, c)
-            )
-            sum_g.add_(chunk_sum)
-            return g, gu
-
-        return weights
-
-    mine, travelling = shards(layout, images, texts, ids)
-    factor = s * share * layout.world.size
-    d_images, d_texts, sum_gu = gradient_traversal(engine, layout, mine, travelling, (), weights_of, factor, needs[:3])
-    d_scale = d_bias = None
-    if needs[2]:
-        d_scale = (share * layout.world.sum_(sum_gu)).to(scale.dtype).reshape(scale.shape)
-    if needs[3]:
-        d_bias = (share * layout.world.sum_(sum_g)).to(bias.dtype).reshape(bias.shape)
-    return d_images, d_texts, d_scale, d_bias
+    """The gradients where the forward pass made the loss alone."""
+    _, made = sigmoid_forward_and_gradients(images, texts, scale, bias, ids, spec, layout, needs)
+    return finished(made, grad, images.dtype, scale, bias)
 
 
 class _SigmoidLoss(torch.autograd.Function):
@@ -99,21 +139,22 @@ class _SigmoidLoss(torch.autograd.Function):
         ids: Tensor | None,
         spec: Spec,
         layout: Layout,
+        differentiated: bool,
     ) -> Tensor:
-        ctx.save_for_backward(images, texts, scale, bias, ids)
-        ctx.spec, ctx.layout = spec, layout
+        needs = ctx.needs_input_grad[:4]
         with torch.autocast(images.device.type, enabled=False):
-            return sigmoid_forward(images, texts, scale, bias, ids, spec, layout)
+            if not (differentiated and any(needs)):
+                return sigmoid_forward(images, texts, scale, bias, ids, spec, layout)
+            loss, made = sigmoid_forward_and_gradients(images, texts, scale, bias, ids, spec, layout, needs)
+        ctx.dtype = images.dtype
+        ctx.save_for_backward(scale, bias, *made)
+        return loss
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        images, texts, scale, bias, ids = ctx.saved_tensors
-        with torch.autocast(images.device.type, enabled=False):
-            gradients = sigmoid_backward(
-                grad, images, texts, scale, bias, ids, ctx.spec, ctx.layout, ctx.needs_input_grad[:4]
-            )
-        return *gradients, None, None, None
+        scale, bias, *made = ctx.saved_tensors
+        return *finished(tuple(made), grad, ctx.dtype, scale, bias), *[None] * 4
 
 
 def sigmoid_loss(images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor, ids: Tensor | None, spec: Spec) -> Tensor:
@@ -132,4 +173,4 @@ def _sigmoid_loss(images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor, id
     leaves = dict(images=images, texts=texts, logit_scale=scale, logit_bias=bias)
     options = agreement("sigmoid_loss", spec, images, ids, **leaves)
     layout = Layout.of(spec.group, len(images), 0, images.device, options)
-    return _SigmoidLoss.apply(images, texts, scale, bias, ids, spec, layout)
+    return _SigmoidLoss.apply(images, texts, scale, bias, ids, spec, layout, torch.is_grad_enabled())

@@ -35,6 +35,7 @@ def gradient_traversal(
     weights_of: Callable[[Block, tuple[Tensor, ...]], Weights | None],
     factor: Tensor,
     needs: tuple[bool, bool, bool],
+    rounded: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Gradients of this process's embeddings, and the sum of G u over its images' rows.
 
@@ -44,16 +45,18 @@ def gradient_traversal(
             gradient.
         factor: scalar, what all of G is multiplied by.
         needs: whether the gradient of the images, of the texts and the sum of G u are wanted.
+        rounded: to the embeddings' dtypes; else the gradients stay in the accumulator's.
 
     Returns:
-        (n, d) factor G Y and factor G'X in the embeddings' dtypes, None where not needed; sum G u without the factor.
+        (n, d) factor G Y and factor G'X, None where not needed; sum G u without the factor.
     """
     x, y = images.batch.embeds, texts.batch.embeds
     # Rows that meet more than one block of columns need an accumulator; else each is rounded once, on its way out.
     meets_one_block = sum(layout.bank_sizes) == 0 and (layout.world.is_alone or layout.gathers)
     d_images = None
     if needs[0]:
-        d_images = torch.zeros(x.shape, device=x.device, dtype=x.dtype if meets_one_block else engine.accumulator)
+        dtype = x.dtype if rounded and meets_one_block else engine.accumulator
+        d_images = torch.zeros(x.shape, device=x.device, dtype=dtype)
     sum_gu = torch.zeros((), device=engine.device, dtype=engine.accumulator)
     # sum G u = sum_i x_i . (G Y)_i = sum_j y_j . (G'X)_j: where no gradient of the images is made, the texts' gives it.
     from_texts = needs[2] and needs[1] and not needs[0]
@@ -75,11 +78,10 @@ def gradient_traversal(
     # On request half the bytes of what travels most; every hop rounds the sum so far.
     rounds = layout.rounds_gradients and engine.dtype in (torch.bfloat16, torch.float16)
     made = around(layout, texts, extra, visit, add_, wire=torch.bfloat16 if rounds else None)
-    return (
-        None if d_images is None else d_images.to(x.dtype),
-        made[0].mul_(factor).to(y.dtype) if made else None,
-        sum_gu,
-    )
+    d_texts = made[0].mul_(factor) if made else None
+    if rounded:
+        d_images, d_texts = (None if d is None else d.to(x.dtype) for d in (d_images, d_texts))
+    return d_images, d_texts, sum_gu
 
 
 def add_(into: Yield, other: Yield) -> None:

@@ -40,6 +40,52 @@ def test_constant_embeddings_give_n_log_2():
     assert zeros.grad.isfinite().all()
 
 
+def test_a_gradient_made_with_the_loss_is_scaled_by_what_comes_in():
+    """Times a loss scaler's 2^16 before it is rounded to float16, in which 1e-8 is nothing."""
+    n = 300
+    x, y = oracles.pairs("trained", n, 16)
+    x, y = x.half(), y.half()
+    exact = [t.double().requires_grad_() for t in (x, y, torch.tensor(2.0), torch.tensor(-9.0))]
+    oracles.sigmoid(*exact).mul(2.0**16).backward()
+    mine = [x.requires_grad_(), y.requires_grad_(), *(torch.tensor([v], requires_grad=True) for v in (2.0, -9.0))]
+    loss = sigmoid_loss(*mine, block_size=64) * 2.0**16
+    first = torch.autograd.grad(loss, mine, retain_graph=True)
+    for once, twice, reference in zip(first, torch.autograd.grad(loss, mine), exact, strict=True):
+        assert torch.equal(once, twice)
+        error = (once.double().reshape(reference.shape) - reference.grad).norm() / reference.grad.norm()
+        assert error < 2**-7
+
+
+@pytest.mark.parametrize(
+    "wanted", [(True, False, False, False), (False, True, True, True), (False, False, False, True)]
+)
+def test_one_sweep_gives_the_loss_and_the_gradients(monkeypatch, wanted):
+    from hf_infcl.ops import torch_tiles
+
+    swept = []
+    for name in ("sigmoid_loss", "sigmoid_weights"):
+        function = getattr(torch_tiles, name)
+        monkeypatch.setattr(torch_tiles, name, lambda *a, f=function, n=name: swept.append(n) or f(*a))
+    x, y = oracles.pairs("trained", 20, 8)
+    exact = [t.clone().requires_grad_() for t in (x, y, torch.tensor(9.0).double(), torch.tensor(-4.0).double())]
+    expected = oracles.sigmoid(*exact)
+    expected.backward()
+    mine = [t.detach().clone().requires_grad_(want) for t, want in zip(exact, wanted, strict=True)]
+    loss = sigmoid_loss(*mine, block_size=10)
+    loss.backward()
+    assert swept == ["sigmoid_weights"] * 4
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    for leaf, reference, want in zip(mine, exact, wanted, strict=True):
+        assert (leaf.grad is not None) == want
+        if want:
+            torch.testing.assert_close(leaf.grad, reference.grad)
+    swept.clear()
+    with torch.no_grad():
+        assert sigmoid_loss(*mine, block_size=10).item() == pytest.approx(expected.item(), rel=1e-12)
+    sigmoid_loss(*(t.detach() for t in mine), block_size=10)
+    assert set(swept) == {"sigmoid_loss"}
+
+
 def test_compiles_without_a_graph_break():
     x, y = (side.float().requires_grad_() for side in oracles.pairs("trained", 12, 8))
     scale, bias = torch.tensor([2.0], requires_grad=True), torch.tensor([-3.0], requires_grad=True)

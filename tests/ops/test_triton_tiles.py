@@ -132,6 +132,21 @@ def test_half_precision_rounds_once(triton_tiles, dtype):
     torch.testing.assert_close(gu / gain, gu_expected, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("rule", [Rule("mask"), Rule("mask", 0.1)])
+def test_a_tile_that_both_launches_do_counts_its_pairs_once(triton_tiles, rule):
+    """The first leaves a lone copy out by its place, but a row far below the tile's maximum asks for the second."""
+    rows, cols = chunk(n_rows=120, n_cols=125, ids=10**6)
+    rows.ids[7] = cols.ids[90]
+    rows.embeds[11] *= 1e-3
+    scale = torch.tensor([1000.0], device=DEVICE)
+    expected = statistics(torch_tiles, rows, cols, scale, rule)
+    for mine, reference in zip(
+        statistics(triton_tiles, rows, cols, scale, rule, precision="tf32"), expected, strict=True
+    ):
+        assert torch.equal(mine.data[3], reference.data[3])
+        torch.testing.assert_close(mine.data[2], reference.data[2], rtol=5e-3, atol=5e-3)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_nan_reaches_the_statistics(triton_tiles, bad):
     rows, cols = chunk()

@@ -144,3 +144,31 @@ def test_without_autograd_no_gradient_is_made(monkeypatch):
     contrastive_loss(x.detach(), y.detach(), 20.0, backend="triton")
     with pytest.raises(AssertionError, match="a gradient was made"):
         contrastive_loss(x, y, 20.0, backend="triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_launches_looked_up_alike_are_compiled_alike(monkeypatch, dtype):
+    """What Triton specialises on has to follow from a launch's `kind`, over sizes that take other ways."""
+    from hf_infcl import contrastive_loss
+    from hf_infcl.ops.triton import launch as launching
+    from hf_infcl.ops.triton import whole
+    from hf_infcl.ops.triton.kernels_common import UNSPECIALIZED
+
+    traits = {}
+
+    def launch(kernel, device, programs, values, constants, warps, stages, kind=None):
+        names = kernel.arg_names[: len(values)]
+        free = (*UNSPECIALIZED, "row_tiles", "col_tiles", "row_blocks")
+        seen = [launching._trait(value) for name, value in zip(names, values, strict=True) if name not in free]
+        key = kernel, constants, warps, stages, kind
+        assert kind is None or traits.setdefault(key, seen) == seen, names
+
+    monkeypatch.setattr(whole, "launch", launch)
+    monkeypatch.setattr(launching, "launch", launch)
+    monkeypatch.setattr(whole, "matmul", lambda a, b, precision, out=None: a.new_zeros(len(a), b.shape[1]))
+    monkeypatch.setattr(whole, "_LARGEST_FUSED", 130)
+    monkeypatch.setattr(whole, "_LARGEST_SPLIT", 50)
+    for n in (16, 24, 40, 49, 65, 104, 120, 128, 136, 137, 144, 152):
+        x, y = (side.to(DEVICE, dtype).requires_grad_() for side in pairs("random", n, 16))
+        contrastive_loss(x, y, torch.tensor(10.0, device=DEVICE, requires_grad=True), backend="triton")
+    assert any(key[-1] is not None for key in traits)

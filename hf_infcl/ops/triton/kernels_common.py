@@ -170,6 +170,17 @@ def relates(
 
 
 @triton.jit
+def is_put_off(found, BY_PLACE: tl.constexpr):
+    """Whether a first launch leaves a tile to the second, by what `relates` found; BY_PLACE: the first leaves out what
+    the map gives the place of."""
+    if BY_PLACE:
+        put_off = found >= SEVERAL
+    else:
+        put_off = found > 0
+    return put_off
+
+
+@triton.jit
 def leave_out(
     tile, value, related, related_stride, row0, col0, n_rows, n_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip

@@ -49,6 +49,34 @@ def _softplus(t2):
     return inner + tl.maximum(t2 - LARGE_LOG2, 0.0) * LN_2 + (t2 - t2)
 
 
+@triton.jit
+def _tile_logits(
+    x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, related, related_stride, s2, b2,
+    row0, col0, rows, cols, diagonal,
+    ID_COLUMNS: tl.constexpr, CELLS: tl.constexpr, MASK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
+):  # fmt: skip
+    """The tile of u, and of -z (s u + b) log2(e): what softplus and sigmoid take."""
+    u = product(
+        x, y, x_stride, y_stride, n_rows, n_cols, depth, row0, col0, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, USE_TMA
+    )
+    t = tl.fma(u, s2, b2)
+    # What does not count: so low that its softplus and its sigmoid are zero (-inf would be NaN in t - t).
+    if (row0 + BLOCK_M > n_rows) | (col0 + BLOCK_N > n_cols):
+        t = tl.where(inside(rows, cols, n_rows, n_cols), t, -1e30)
+    if MASK:
+        found = relates(
+            related, related_stride, x_ids, y_ids, row0, col0, n_rows, n_cols, ID_COLUMNS, CELLS, BLOCK_M, BLOCK_N
+        )
+        if found > 0:
+            others = same(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS) & (own(rows, cols, shift) == 0)
+            t = tl.where(others, -1e30, t)
+    if diagonal:
+        t = tl.where(own(rows, cols, shift) & inside(rows, cols, n_rows, n_cols), -t, t)
+    return u, t
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def sigmoid_loss_kernel(
     x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, related, related_stride, scale, bias,
@@ -63,24 +91,14 @@ def sigmoid_loss_kernel(
     b2 = tl.load(bias).to(tl.float32) * LOG2_E
     for tile in range(tl.program_id(0), tiles, n_programs):
         row0, col0 = tile_origin(tile, n_rows, n_cols, BLOCK_M, BLOCK_N, GROUP)
-        u = product(
-            x, y, x_stride, y_stride, n_rows, n_cols, depth, row0, col0, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, USE_TMA
-        )
         rows = row0 + tl.arange(0, BLOCK_M)
         cols = col0 + tl.arange(0, BLOCK_N)
-        t = tl.fma(u, s2, b2)
-        # Out of the sum: a logit so low that its softplus is zero (-inf would be NaN in t - t).
-        if (row0 + BLOCK_M > n_rows) | (col0 + BLOCK_N > n_cols):
-            t = tl.where(inside(rows, cols, n_rows, n_cols), t, -1e30)
-        if MASK:
-            found = relates(
-                related, related_stride, x_ids, y_ids, row0, col0, n_rows, n_cols, ID_COLUMNS, CELLS, BLOCK_M, BLOCK_N
-            )
-            if found > 0:
-                others = same(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS) & (own(rows, cols, shift) == 0)
-                t = tl.where(others, -1e30, t)
-        if meets_diagonal(row0, col0, shift, BLOCK_M, BLOCK_N):
-            t = tl.where(own(rows, cols, shift) & inside(rows, cols, n_rows, n_cols), -t, t)
+        diagonal = meets_diagonal(row0, col0, shift, BLOCK_M, BLOCK_N)
+        _, t = _tile_logits(
+            x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, related, related_stride, s2, b2,
+            row0, col0, rows, cols, diagonal,
+            ID_COLUMNS, CELLS, MASK, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, USE_TMA,
+        )  # fmt: skip
         if tl.max(t) < SMALL_LOG2:
             total = tl.sum(_log1p_series(exp2(t)))
         else:
@@ -96,37 +114,34 @@ def sigmoid_weights_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
-    """G = -z sigmoid(-z (s u + b)), times `gain`. parts: (2, tiles) float32, sums of G and (WANT_SUM) of G u."""
+    """G = -z sigmoid(-z (s u + b)), times `gain`, and the loss.
+
+    parts: (3, tiles) float32, sums over every tile of -log sigmoid(z (s u + b)), of G and (WANT_SUM) of G u.
+    """
     tiles = tl.cdiv(n_rows, BLOCK_M) * tl.cdiv(n_cols, BLOCK_N)
     s2 = tl.load(scale).to(tl.float32) * LOG2_E
     b2 = tl.load(bias).to(tl.float32) * LOG2_E
     for tile in range(tl.program_id(0), tiles, n_programs):
         row0, col0 = tile_origin(tile, n_rows, n_cols, BLOCK_M, BLOCK_N, GROUP)
-        u = product(
-            x, y, x_stride, y_stride, n_rows, n_cols, depth, row0, col0, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, USE_TMA
-        )
         rows = row0 + tl.arange(0, BLOCK_M)
         cols = col0 + tl.arange(0, BLOCK_N)
-        t = tl.fma(u, s2, b2)
         diagonal = meets_diagonal(row0, col0, shift, BLOCK_M, BLOCK_N)
-        if diagonal:
-            t = tl.where(own(rows, cols, shift), -t, t)
+        u, t = _tile_logits(
+            x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, related, related_stride, s2, b2,
+            row0, col0, rows, cols, diagonal,
+            ID_COLUMNS, CELLS, MASK, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, USE_TMA,
+        )  # fmt: skip
         if tl.max(t) < SMALL_LOG2:
-            w = _sigmoid_series(exp2(t))
+            e = exp2(t)
+            total = tl.sum(_log1p_series(e))
+            w = _sigmoid_series(e)
         else:
+            total = tl.sum(_softplus(t))
             w = 1.0 / (1.0 + exp2(-t))
-        if MASK:
-            found = relates(
-                related, related_stride, x_ids, y_ids, row0, col0, n_rows, n_cols, ID_COLUMNS, CELLS, BLOCK_M, BLOCK_N
-            )
-            if found > 0:
-                others = same(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS) & (own(rows, cols, shift) == 0)
-                w = tl.where(others, 0.0, w)
         if diagonal:
             w = tl.where(own(rows, cols, shift), -w, w)
-        if (row0 + BLOCK_M > n_rows) | (col0 + BLOCK_N > n_cols):
-            w = tl.where(inside(rows, cols, n_rows, n_cols), w, 0.0)
-        tl.store(parts + tile, gain * tl.sum(w))
+        tl.store(parts + tile, total)
+        tl.store(parts + tiles + tile, gain * tl.sum(w))
         if WANT_SUM:
-            tl.store(parts + tiles + tile, gain * tl.sum(w * u))
+            tl.store(parts + 2 * tiles + tile, gain * tl.sum(w * u))
         store_tile(g, g_stride, w * gain, row0, col0, n_rows, n_cols, USE_TMA)

@@ -14,6 +14,7 @@ from hf_infcl.ops.triton.kernels_common import (
     UNSPECIALIZED,
     exp2,
     inside,
+    is_put_off,
     leave_out,
     meets_diagonal,
     own,
@@ -75,19 +76,16 @@ def _tile_statistics(
     PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
     row0, col0 = tile_origin(tile, n_rows, n_cols, BLOCK_M, BLOCK_N, GROUP)
-    # Whether ids are to be compared here: in none of the tiles that share an exponential.
+    # Where ids are to be compared: in none of the tiles that share an exponential.
+    found = 0
     if ID_COLUMNS > 0 and EXACT:
         if MANY_POSITIVES and FRESH:
-            alike = True
+            found = SEVERAL
         else:
-            alike = (
-                relates(
-                    related, related_stride, x_ids, y_ids, row0, col0, n_rows, n_cols,
-                    ID_COLUMNS, CELLS, BLOCK_M, BLOCK_N,
-                ) > 0
-            )  # fmt: skip
-    else:
-        alike = False
+            found = relates(
+                related, related_stride, x_ids, y_ids, row0, col0, n_rows, n_cols, ID_COLUMNS, CELLS, BLOCK_M, BLOCK_N
+            )
+    alike = found > 0
     u = product(
         x, y, x_stride, y_stride, n_rows, n_cols, depth, row0, col0, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, USE_TMA
     )
@@ -111,9 +109,11 @@ def _tile_statistics(
                 row_at, row_plane, col_at, col_plane, 2, 1.0, u, positive, rows < n_rows, cols < n_cols, ROWS, COLS
             )
         pairs_are_due = (alike == 0) and not REPAIR
+    elif REPAIR:
+        # A first launch takes the pairs of the tiles that it does, also where the second does them again.
+        pairs_are_due = is_put_off(found, MASK and CELLS and not SMOOTH)
     else:
-        # A first launch takes the pairs of the tiles that it does, the second those of the tiles left to it.
-        pairs_are_due = alike or not REPAIR
+        pairs_are_due = True
     if pairs_are_due:
         if meets_diagonal(row0, col0, shift, BLOCK_M, BLOCK_N):
             # A pair's row and column share the one entry, so that one reduction serves both.
@@ -218,10 +218,7 @@ def statistics_kernel(
             listed = relates(
                 related, related_stride, x_ids, y_ids, row0, col0, n_rows, n_cols, ID_COLUMNS, CELLS, BLOCK_M, BLOCK_N
             )
-            if MASK and CELLS and not SMOOTH:
-                wanted = listed < SEVERAL
-            else:
-                wanted = listed == 0
+            wanted = is_put_off(listed, MASK and CELLS and not SMOOTH) == 0
             if wanted == 0:
                 tl.store(doubts + tile, 1)
         else:

@@ -9,10 +9,10 @@ import triton.language as tl
 from hf_infcl.ops.triton.kernels_common import (
     LOG2_E,
     SCAN,
-    SEVERAL,
     UNSPECIALIZED,
     exp2,
     inside,
+    is_put_off,
     leave_out,
     meets_diagonal,
     own,
@@ -192,11 +192,9 @@ def weights_kernel(
             listed = relates(
                 related, related_stride, x_ids, y_ids, row0, col0, n_rows, n_cols, ID_COLUMNS, CELLS, BLOCK_M, BLOCK_N
             )
-            if MASK and CELLS:
-                wanted = listed < SEVERAL
-            else:
-                wanted = listed == 0
-            tl.store(doubts + tile, (wanted == 0).to(tl.int32))
+            put_off = is_put_off(listed, MASK and CELLS)
+            tl.store(doubts + tile, put_off.to(tl.int32))
+            wanted = put_off == 0
         else:
             wanted = True
         if wanted:

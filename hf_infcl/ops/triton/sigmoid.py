@@ -28,15 +28,16 @@ def sigmoid_weights(
     precision: str,
     want_sum: bool,
     related: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The chunk of G = -z sigmoid(-z (s u + b)), times `gain`.
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """The chunk of G = -z sigmoid(-z (s u + b)), times `gain`, and its share of the loss.
 
     Returns:
-        G (n_rows, n_cols) in the embeddings' dtype; sum of G u if wanted (the scale's gradient); sum of G (the bias's).
+        G (n_rows, n_cols) in the embeddings' dtype; sum of G u if wanted (the scale's gradient); sum of G (the bias's);
+        what `sigmoid_loss` returns.
     """
     tiles = Tiles.of("weights", rows, cols, rule, precision, related=related)
     g = empty_weights(rows, cols)
-    parts = torch.empty(2, tiles.tiles_m * tiles.tiles_n, device=g.device, dtype=torch.float32)
+    parts = torch.empty(3, tiles.tiles_m * tiles.tiles_n, device=g.device, dtype=torch.float32)
     values = (scale, bias, tiles.weights(g), g.stride(0), parts, gain(rows.embeds.dtype))
     tiles.launch(sigmoid_weights_kernel, values, (want_sum,))
-    return g, parts[1].sum() if want_sum else None, parts[0].sum()
+    return g, parts[2].sum() if want_sum else None, parts[1].sum(), parts[0].sum()

@@ -164,7 +164,7 @@ class Batch:
                 rows is not None, cols is not None, many, smoothing > 0, exact(self.precision, dtype),
                 sums is not None, False, False,
             ),
-            kind=(self.kind, g.dtype),
+            kind=(self.kind, g.dtype, g.stride(0) % 16),
         )  # fmt: skip
 
     def _by_bands(
