@@ -151,7 +151,7 @@ def measure(
 ) -> tuple[dict[str, Any], Callable[[], None]]:
     """One row of the table but for its time, and the step to be timed: forward (and backward) of a loss on n pairs.
 
-    once: the one step that measures the memory is timed as well, and there is no other.
+    once: the one step that measures the memory is timed as well, and there is no other of this size.
     """
     x, y = pairs(n, d, dtype, device)
     if frozen:
@@ -165,7 +165,9 @@ def measure(
             value.backward()
 
     row: dict[str, Any] = {"n": n, "d": d}
-    if not once:
+    if once:
+        measure(loss, 2 * SMALL, d, dtype, device)  # compiles what the one step runs
+    else:
         start = time.perf_counter()
         step()
         synchronize(device)

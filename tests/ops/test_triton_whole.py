@@ -52,6 +52,17 @@ def test_bands_of_gradients_match_float64(monkeypatch, dtype, band, options):
     compare(*pairs("trained", 43, 20), 20.0, dtype=dtype, device=DEVICE, backend="triton", **options)
 
 
+@pytest.mark.parametrize("scale", [20.0, 5000.0])
+@pytest.mark.parametrize("direction", ["both", "image_to_text", "text_to_image"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_shared_exponential_matches_float64(monkeypatch, dtype, direction, scale):
+    """As of more than 8,192 pairs. At the higher scale sums flush to nothing: their tiles go to the second launch."""
+    from hf_infcl.ops.triton import whole
+
+    monkeypatch.setattr(whole, "_LARGEST_EXACT", 0)
+    compare(*pairs("trained", 143, 20), scale, dtype=dtype, device=DEVICE, backend="triton", direction=direction)
+
+
 @pytest.mark.parametrize("band", [64, 2**26], ids=["bands", "one band"])
 def test_bands_of_a_frozen_side_give_the_scale_the_same_gradient(monkeypatch, band):
     from hf_infcl import contrastive_loss

@@ -32,6 +32,8 @@ _LARGEST_SPLIT = 2048
 # Up to here both products with G are one launch. The vendor's are faster (0.18 ms against 0.25 on an H200 at 8,192
 # pairs of 512), but with what they leave to be done take ten launches more.
 _LARGEST_FUSED = 8192
+# Up to here each row keeps its own maximum: sharing one costs the host a second launch.
+_LARGEST_EXACT = 8192
 _BAND = 2**26  # entries of G at a time for the vendor's products, 128 MiB in half precision
 _MERGE_ROWS, _MERGE_STEP = 32, 16
 _RUN = 128
@@ -120,12 +122,17 @@ class Batch:
         col_parts = torch.empty(planes * tiles.tiles_m * n if for_cols else 0, device=device)
         losses = torch.empty(blocks * sides, device=device)
         running = rows if for_rows else None, cols if for_cols else None, n, n
-        tiles.launch(
-            statistics_kernel,
-            (scale, *running, row_parts, col_parts, None),
-            (for_rows, for_cols, many, smooth, True, False, True),
-            kind=self.kind,
-        )
+        shared = self.images.dtype != torch.float32 and n > _LARGEST_EXACT and not smooth
+        doubts = torch.empty(tiles.tiles_m * tiles.tiles_n, device=device, dtype=torch.int32) if shared else None
+        for repair in (False, True)[: 1 + shared]:
+            is_exact = repair or not shared
+            tiles.launch(
+                statistics_kernel,
+                (scale, *running, row_parts, col_parts, doubts),
+                (for_rows, for_cols, many, smooth, is_exact, repair, True),
+                repair,
+                self.kind,
+            )
         launch(
             merge_kernel,
             device,
