@@ -304,7 +304,7 @@ def main() -> None:
                     attempt(group, steps, labels(suite, name, n, d), make, n=n, d=d, reference=known, **common)
             finish(group, steps, device, DTYPES[half])
             rows += group
-        write(rows, found, Path(arguments.out))
+            write(rows, found, Path(arguments.out))
     if "options" in arguments.suite:
         n, d = (65_536, 512) if on_gpu else (512, 64)
         # Image and caption ids of a batch in which one row in ten has a copy of its image, one in ten of its caption.
@@ -336,7 +336,7 @@ def main() -> None:
                 attempt(group, steps, labels("sigmoid", name, n, d), make, n=n, d=d, reference=known, **common)
             finish(group, steps, device, DTYPES[half])
             rows += group
-        write(rows, found, Path(arguments.out))
+            write(rows, found, Path(arguments.out))
     if "precision" in arguments.suite:
         n, d = (32_768, 512) if on_gpu else (256, 64)
         for dtype, precision in [("fp16", "auto"), ("fp32", "tf32"), ("fp32", "tf32x3"), ("fp32", "ieee")]:
@@ -347,7 +347,7 @@ def main() -> None:
             attempt(group, steps, about, make, n=n, d=d, dtype=DTYPES[dtype], device=device)
             finish(group, steps, device, DTYPES[dtype], tf32=on_gpu and precision.startswith("tf32"))
             rows += group
-        write(rows, found, Path(arguments.out))
+            write(rows, found, Path(arguments.out))
     if "large" in arguments.suite and on_gpu:
         group = []
         for n in arguments.large:
@@ -366,7 +366,10 @@ def environment() -> dict[str, str]:
 
 
 def write(rows: list[dict[str, Any]], found: dict[str, str], folder: Path) -> None:
-    """The results file of this device, with the rows of suites that did not run now, and a plot of time over size."""
+    """The results file of this device, with the rows of suites that did not run now, and a plot of time over size.
+
+    Called after every group, so that a run that is cut short leaves what it has.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     stem = "loss_" + found["device"].lower().replace(" ", "_")
     path, suites = folder / f"{stem}.json", {row["suite"] for row in rows}
