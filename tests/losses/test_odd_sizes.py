@@ -21,6 +21,12 @@ def test_every_row_count_with_every_width(n):
             compare(*oracles.pairs(kind, n, d, seed=place), scale)
 
 
+@pytest.mark.parametrize("d", [1, 2, 8])
+def test_thousands_of_equal_rows_of_few_features(d):
+    """Their gradient is zero: n equal terms less a large one, added up without a common error."""
+    compare(*oracles.pairs("identical", 2000, d), 100.0, device=DEVICE)
+
+
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
 @pytest.mark.parametrize(
     ("n", "d"),
