@@ -43,7 +43,7 @@ def check_location(name: str, kind: Literal["model", "dataset"]) -> None:
 def absence(name: str, reason: object) -> str:
     """What is said of a possible Hub id that cannot be had: where a path of that name was looked for, and why."""
     return (
-        f"{name!r} is neither a file or folder here ({os.path.abspath(name)}) nor to be had from the Hub: {reason}; "
+        f"{name!r} is no file or folder here ({os.path.abspath(name)}) and cannot be had from the Hub: {reason}; "
         f"{OFFLINE}"
     )
 

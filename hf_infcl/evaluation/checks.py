@@ -1,6 +1,6 @@
 """What evaluation accepts, and the words in which it refuses the rest."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,8 @@ def check_ks(ks: Sequence[int]) -> list[int]:
     Raises:
         ValueError: none, or one that is no integer >= 1.
     """
-    values: list[Any] = list(ks)
+    given: Any = ks
+    values: list[Any] = list(given) if isinstance(given, Iterable) else []
     if not values or any(isinstance(k, bool) or not isinstance(k, int) or k < 1 for k in values):
         raise ValueError(f"ks is {ks!r}; expected integers of at least 1")
     return sorted(set(values))

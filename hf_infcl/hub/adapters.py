@@ -23,8 +23,34 @@ logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME: str = SAFETENSORS_WEIGHTS_NAME
+_MODEL_WEIGHTS = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # fmt: skip
 _TEMPERATURE = ("logit_scale", "logit_bias")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def other_weights(folder: str | Path, is_adapter: bool) -> list[Path]:
+    """The files in a folder that belong to a whole model, if an adapter is to be saved into it, or the other way round.
+
+    transformers puts the adapter that lies beside a model on it: a folder with both loads as neither run's result.
+    """
+    names = _MODEL_WEIGHTS if is_adapter else (CONFIG_NAME, WEIGHTS_NAME)
+    return [file for name in names if (file := Path(folder, name)).is_file()]
+
+
+def check_folder(folder: str | Path, is_adapter: bool) -> None:
+    """That what is to be saved into a folder would not lie beside weights of the other kind.
+
+    Raises:
+        ValueError: names a file that is there, and says what to do.
+    """
+    if others := other_weights(folder, is_adapter):
+        mine, theirs = ("an adapter", "a whole model") if is_adapter else ("a whole model", "an adapter")
+        raise ValueError(
+            f"output_dir={str(folder)!r} holds {theirs} ({others[0].name}), and {mine} saved beside it could not be "
+            "loaded: name another output_dir, or remove what is there"
+        )
 
 
 class DualEncoderPeftModel(PeftModel):

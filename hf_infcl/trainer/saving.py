@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from hf_infcl.hub import find_peft_model, save_adapter, write_run
+from hf_infcl.hub import check_folder, find_peft_model, other_weights, save_adapter, write_run
 from hf_infcl.trainer.checkpoints import mark_unsaved
 from hf_infcl.trainer.config import InfCLConfig
 
@@ -18,8 +18,12 @@ class SavingTrainer(Trainer):
     args: InfCLConfig
     _card_is_current = False
 
+    @property
+    def _saves_adapter(self) -> bool:
+        return find_peft_model(self.model) is not None
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        if find_peft_model(self.model) is None:
+        if not self._saves_adapter:
             super()._save(output_dir, state_dict)
         elif self.args.should_save:
             folder = Path(output_dir or self.args.output_dir)
@@ -28,7 +32,10 @@ class SavingTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self.args.should_save:
-            mark_unsaved(Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}"))
+            folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
+            mark_unsaved(folder)
+            for file in other_weights(folder, self._saves_adapter):  # of an earlier run, whose checkpoint this replaces
+                file.unlink()
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -37,7 +44,13 @@ class SavingTrainer(Trainer):
         self.accelerator.wait_for_everyone()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves the model or the adapter with its processor; outside of checkpoints, a card and a plot of the run."""
+        """Saves the model or the adapter with its processor; outside of checkpoints, a card and a plot of the run.
+
+        Raises:
+            ValueError: the folder holds an adapter where a whole model is to be saved, or the other way round.
+        """
+        if not _internal_call:
+            check_folder(output_dir or self.args.output_dir, self._saves_adapter)
         super().save_model(output_dir, _internal_call=True)
         if _internal_call:
             return

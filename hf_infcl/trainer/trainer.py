@@ -14,6 +14,7 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_utils import EvalPrediction, TrainOutput, has_length
 
 from hf_infcl.data import ImageTextCollator
+from hf_infcl.hub import check_folder
 from hf_infcl.models import family_of
 from hf_infcl.trainer import checks
 from hf_infcl.trainer.agreement import check_agreement, common_values
@@ -277,9 +278,12 @@ class InfCLTrainer(SavingTrainer, SteppingTrainer):
         """As `transformers.Trainer.train`; a checkpoint that does not belong to this run is refused first.
 
         Raises:
-            ValueError: the processes' options or data differ, shown with each one's value; on every process.
+            ValueError: the processes' options or data differ, shown with each one's value; on every process. Or
+                `output_dir` holds an adapter where a whole model would be saved, or the other way round.
         """
         check_agreement(common_values(self))
+        with checks.failing_together():
+            check_folder(self.args.output_dir, self._saves_adapter)
         resume_from_checkpoint = self.find_checkpoint(resume_from_checkpoint)
         self._said_dropped = self._said_repeats = False
         self._card_is_current = False

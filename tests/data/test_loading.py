@@ -299,7 +299,7 @@ def test_paths_that_do_not_exist_are_no_hub_names(tmp_path):
     for name in (tmp_path / "gone", "./gone", "gone.csv", "a\\b", "a/b/c", "~/gone"):
         with pytest.raises(FileNotFoundError, match="no such file or folder"):
             load_image_text_dataset(name)
-    wanted = r"neither a file or folder here \(/.*/owner/gone\) nor to be had from the Hub: .*HF_HUB_OFFLINE=1"
+    wanted = r"no file or folder here \(/.*/owner/gone\) and cannot be had from the Hub: .*HF_HUB_OFFLINE=1"
     with pytest.raises(FileNotFoundError, match=wanted):
         load_image_text_dataset("owner/gone")
     (tmp_path / "t.xlsx").write_text("x")

@@ -383,7 +383,7 @@ def test_a_misspelt_folder_is_said_to_be_no_folder(
     if what == "base":
         save_adapter(_adapted(model), tmp_path / "adapter")
         model, adapter = place, str(tmp_path / "adapter")
-    said = "is neither a file or folder here" if place == "demo-output/bse" else "no such file or folder"
+    said = "is no file or folder here" if place == "demo-output/bse" else "no such file or folder"
     with pytest.raises(OSError, match=said) as caught:
         load_dual_encoder(model, adapter=adapter)
     assert str(Path(place.replace("~", str(tmp_path))).absolute()) in str(caught.value)

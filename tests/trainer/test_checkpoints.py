@@ -479,3 +479,29 @@ def test_another_optimizer_or_other_parameters_trained_are_refused(tmp_path, opt
     with pytest.raises(ValueError, match=said):
         saving(tmp_path, 2, **{"optim": "adamw_torch", **options}).train(True)
     saving(tmp_path, 2, optim="adamw_torch_fused").train(True)
+
+
+@pytest.mark.parametrize("adapter_first", [True, False])
+def test_a_folder_never_holds_an_adapter_beside_a_whole_model(tmp_path, adapter_first):
+    """transformers would put the one on the other, whichever run each is from."""
+
+    def run(is_adapter, **options):
+        return trainer(tmp_path, peft_config=lora() if is_adapter else None, **options)
+
+    first = run(adapter_first, max_steps=1, save_strategy="steps", save_steps=1)
+    first.train()
+    assert (tmp_path / "checkpoint-1" / "adapter_config.json").exists() == adapter_first
+    # What stands in the run's own folder is named before the first step; an earlier run's checkpoint is replaced.
+    other = run(not adapter_first, max_steps=1, save_strategy="steps", save_steps=1)
+    other.train()
+    assert (tmp_path / "checkpoint-1" / "adapter_config.json").exists() != adapter_first
+    assert (tmp_path / "checkpoint-1" / "model.safetensors").exists() == adapter_first
+    assert (tmp_path / "checkpoint-1" / "adapter_model.safetensors").exists() != adapter_first
+    first.save_model()
+    kept = sorted(file.name for file in tmp_path.iterdir())
+    held = r"an adapter \(adapter_config" if adapter_first else r"a whole model \(model.safetensors"
+    for refused in (run(not adapter_first).train, other.save_model):
+        with pytest.raises(ValueError, match=rf"holds {held}.*: name another output_dir"):
+            refused()
+    assert sorted(file.name for file in tmp_path.iterdir()) == kept
+    run(adapter_first).train()
