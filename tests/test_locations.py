@@ -56,7 +56,7 @@ def test_a_name_that_nobody_answers_for_is_asked_for_once(hub, tmp_path, monkeyp
     with pytest.raises(FileNotFoundError) as caught:
         check_location(name, kind)
     assert stands.asked == [(name, kind)]
-    for part in (f"'{name}' is neither", os.path.join(tmp_path, name), "(no route)", "HF_HUB_OFFLINE=1"):
+    for part in (f"'{name}' is no file or folder", os.path.join(tmp_path, name), "(no route)", "HF_HUB_OFFLINE=1"):
         assert part in str(caught.value)
 
 

@@ -97,8 +97,11 @@ def build(
 
     from hf_infcl.cli.building import load_datasets, lora_config, model_init_kwargs
     from hf_infcl.cli.unused import unused_options
+    from hf_infcl.hub import check_folder
     from hf_infcl.trainer import InfCLTrainer
 
+    adapter = lora_config(model_args)
+    check_folder(training_args.output_dir, is_adapter=adapter is not None)
     set_seed(training_args.seed)
     train_dataset, eval_dataset = load_datasets(script_args, training_args)
     training_args.model_init_kwargs = model_init_kwargs(training_args, model_args)
@@ -107,7 +110,7 @@ def build(
         args=training_args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
-        peft_config=lora_config(model_args),
+        peft_config=adapter,
     )
     if trainer.is_world_process_zero():
         for line in unused_options(script_args, model_args, evaluates=eval_dataset is not None):

@@ -58,7 +58,7 @@ def check_ks(ks: Sequence[int]) -> list[int]:
     given: Any = ks
     values: list[Any] = list(given) if isinstance(given, Iterable) else []
     if not values or any(isinstance(k, bool) or not isinstance(k, int) or k < 1 for k in values):
-        raise ValueError(f"ks is {ks!r}; expected integers of at least 1")
+        raise ValueError(f"ks is {ks!r}; expected a sequence of integers of at least 1, such as (1, 5, 10)")
     return sorted(set(values))
 
 

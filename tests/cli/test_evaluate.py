@@ -35,7 +35,7 @@ def test_the_figures_are_the_trainers(tmp_path, batch_size, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--ks", "0"], "ks is [0]; expected integers of at least 1"),
+        (["--ks", "0"], "ks is [0]; expected a sequence of integers of at least 1"),
         (["--dataloader_num_workers", "-1"], "dataloader_num_workers is -1; expected at least 0"),
         (["--dtype", "float8"], "dtype is 'float8'; expected one of auto, float32, bfloat16, float16"),
         (["--output_file", "."], "output_file '.' is a folder"),

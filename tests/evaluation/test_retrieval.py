@@ -211,7 +211,7 @@ def test_scratch_memory_is_a_block():
         (dict(image_ids=[0, 1, 2], text_ids=[3, 4, 5]), "none of the 3 queries has a positive"),
         (dict(ks=()), r"ks is \(\)"),
         (dict(ks=(0,)), r"ks is \(0,\)"),
-        (dict(ks=5), r"ks is 5; expected integers"),
+        (dict(ks=5), r"ks is 5; expected a sequence of integers"),
         (dict(ks=(1.5,)), r"ks is \(1.5,\)"),
         (dict(image_embeds=torch.tensor([[1.0] * 4, [math.nan] * 4, [1.0] * 4])), "1 of 3 embeddings .* row 1"),
         (dict(text_embeds=torch.full((3, 4), math.inf)), "text_embeds: 3 of 3"),

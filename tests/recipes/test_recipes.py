@@ -137,6 +137,17 @@ def test_a_value_that_cannot_be_is_said_in_one_line(tmp_path, option, value, sai
     assert error.count("\n") == 1
 
 
+def test_an_adapter_is_not_written_beside_a_whole_model(tmp_path, capsys):
+    options = small_run(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.safetensors").touch()
+    capsys.readouterr()
+    assert run([*options, "--use_peft", "true"]) == 2
+    error = capsys.readouterr().err
+    assert "holds a whole model (model.safetensors)" in error
+    assert error.count("\n") == 1
+
+
 def test_the_command_leaves_no_process_group_behind(tmp_path, monkeypatch):
     """Nor its threads, which could abort the process at its end, though a DDP model lives on that held the group."""
     alive = []
