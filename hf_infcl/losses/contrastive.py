@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from hf_infcl.losses import checks
 from hf_infcl.losses.memory_bank import MemoryBank, check_bank
+from hf_infcl.losses.options import shown
 from hf_infcl.ring import Spec, softmax_loss
 
 _CITATION = """
@@ -158,6 +159,9 @@ class ContrastiveLoss(nn.Module):
         return contrastive_loss(
             image_embeds, text_embeds, logit_scale, ids=ids, bank=self.bank, group=self.group, **self.get_config_dict()
         )
+
+    def extra_repr(self) -> str:
+        return shown(self.get_config_dict())
 
     def get_config_dict(self) -> dict[str, Any]:
         """The options that shape the loss, for a model card."""

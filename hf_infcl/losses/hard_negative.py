@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from hf_infcl.losses import checks
 from hf_infcl.losses.memory_bank import MemoryBank, check_bank
+from hf_infcl.losses.options import shown
 from hf_infcl.ring import HardNegativeCounts, HardNegativeSpec, World
 from hf_infcl.ring import hard_negative_loss as ring_hard_negative_loss
 
@@ -268,6 +269,9 @@ class HardNegativeLoss(nn.Module):
             **self.get_config_dict(),
         )
         return loss
+
+    def extra_repr(self) -> str:
+        return shown(self.get_config_dict())
 
     def get_config_dict(self) -> dict[str, Any]:
         """The options that shape the loss, for a model card."""

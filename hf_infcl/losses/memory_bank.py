@@ -63,6 +63,9 @@ class MemoryBank(nn.Module):
         self._runs: list[tuple[int, int]] = []
         self._pushed = 0  # pairs pushed so far by all processes
 
+    def extra_repr(self) -> str:
+        return f"size={self.size}, dim={self.dim}, dtype={self._images.dtype}, filled={self.filled}"
+
     def __len__(self) -> int:
         return self._images.shape[0]
 

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_infcl.losses import checks
+from hf_infcl.losses.options import shown
 from hf_infcl.ring import Spec
 from hf_infcl.ring import sigmoid_loss as ring_sigmoid_loss
 
@@ -120,6 +121,9 @@ class SigmoidLoss(nn.Module):
         return sigmoid_loss(
             image_embeds, text_embeds, logit_scale, logit_bias, ids=ids, group=self.group, **self.get_config_dict()
         )
+
+    def extra_repr(self) -> str:
+        return shown(self.get_config_dict())
 
     def get_config_dict(self) -> dict[str, Any]:
         """The options that shape the loss, for a model card."""
