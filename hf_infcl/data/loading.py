@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
@@ -205,12 +206,28 @@ def _built(path: Path, config: str | None, split: str, streaming: bool) -> Any:
     from datasets import load_dataset
 
     if path.is_dir():
-        return load_dataset(str(path), config, split=split, streaming=streaming)
+        return load_dataset(str(path), config, split=split, streaming=streaming, cache_dir=_cache_of(path))
     kind = _BINARY_SUFFIXES.get(path.suffix.lower())
     if kind is None:
         known = ", ".join((*TABLE_SUFFIXES, *_BINARY_SUFFIXES))
         raise ValueError(f"{path}: {path.suffix or 'no suffix'} is no kind of table that can be read; expected {known}")
     return load_dataset(kind, data_files={"train": str(path)}, split=split, streaming=streaming)
+
+
+def _cache_of(folder: Path) -> str | None:
+    """Where `datasets` caches a folder; None: where it would anyway.
+
+    It caches the configurations that a folder's README names by the folder's last name, whatever the files hold, and
+    would go on with those of an earlier day.
+    """
+    from datasets import config
+
+    if not (folder / "README.md").exists():
+        return None
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    state = [(str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    digest = hashlib.sha256(repr((str(folder.resolve()), state)).encode()).hexdigest()
+    return str(Path(config.HF_DATASETS_CACHE) / f"folder-{digest[:16]}")
 
 
 def _from_hub(name: str, config: str | None, split: str, revision: str | None, streaming: bool) -> Any:

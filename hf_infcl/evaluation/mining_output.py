@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,25 @@ def write_description(reports: dict[str, dict[str, float]], settings: dict[str, 
         folder: of the data set.
     """
     folder = Path(folder)
-    text = _environment().get_template("mined_readme.md.j2").render(reports=reports, settings=settings)
+    number = _number(folder)
+    text = _environment().get_template("mined_readme.md.j2").render(reports=reports, settings=settings, number=number)
     (folder / "README.md").write_text(text, encoding="utf-8")
     report = {"settings": settings, **reports, "files": sorted({*own_files(folder), REPORT_NAME})}
     (folder / REPORT_NAME).write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _number(folder: Path) -> int:
+    """A number of the folder's data, for the version of its configurations.
+
+    `datasets.load_dataset` caches what a configuration names under the folder's last name, the configuration's and this
+    version: without it, another mining into a folder of that name would be read from the cache as the first one.
+    """
+    number = 0
+    for path in sorted(folder.glob("*/*.parquet")):
+        with path.open("rb") as file:
+            while part := file.read(2**24):
+                number = zlib.crc32(part, number)
+    return number
 
 
 def write_page(

@@ -128,6 +128,15 @@ def test_an_error_of_the_training_keeps_its_traceback(tmp_path, monkeypatch):
     assert "what `hf-infcl env` prints" in stop.value.__notes__[0]
 
 
+@pytest.fixture
+def interruptible():
+    """A suite started in the background of a shell ignores Ctrl-C, and so do its tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_training_says_how_to_go_on_and_no_more(tmp_path, monkeypatch, capsys):
     step = InfCLTrainer.training_step
 

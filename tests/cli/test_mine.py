@@ -113,3 +113,16 @@ def test_a_second_run_replaces_all_of_the_first(tmp_path):
     assert main([*command, "--direction", "text_to_image", "--page_examples", "0"]) == 0
     files = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
     assert files == ["README.md", "notes.txt", "report.json", "text_to_image/train-00000.parquet"]
+
+
+def test_what_a_second_run_wrote_is_what_datasets_reads(tmp_path):
+    """`datasets` caches by the folder's last name, so another folder of that name is read as the first one too."""
+    model, cache = save_tiny("clip", tmp_path / "model"), str(tmp_path / "cache")
+    for folder, count in (("mined", 1), ("mined", 2), ("elsewhere/mined", 3)):
+        command = ["mine", "--model_name_or_path", model, "--dataset_name", "sample:photo:6", "--page_examples", "0"]
+        given = ["--output_dir", str(tmp_path / folder), "--num_negatives", str(count)]
+        assert main([*command, *given, "--direction", "text_to_image"]) == 0
+        rows = datasets.load_dataset(str(tmp_path / folder), "text_to_image", split="train", cache_dir=cache)
+        assert [name for name in rows.column_names if name.startswith("negative_") and name != "negative_rows"] == [
+            f"negative_{number + 1}" for number in range(count)
+        ]

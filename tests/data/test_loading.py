@@ -194,6 +194,23 @@ def test_parquet_with_bytes_structs_or_paths(tmp_path, column, kind):
     assert dataset[0]["image"].size == (4, 4)
 
 
+@pytest.mark.parametrize(
+    "card", [None, "# Pairs\n", "---\nconfigs:\n- config_name: default\n  data_files: '*.parquet'\n---\n"]
+)
+def test_a_folder_whose_files_changed_is_read_as_it_is_now(tmp_path, monkeypatch, card):
+    """`datasets` caches what a README's configurations name by the folder's name alone."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    if card is not None:
+        (folder / "README.md").write_text(card)
+    for captions in (["a", "b"], ["c", "d"], ["e", "f", "g"]):
+        pictures = pa.array([png(0)] * len(captions), pa.binary())
+        pq.write_table(pa.table({"image": pictures, "caption": captions}), folder / "t.parquet")
+        dataset = load_image_text_dataset(folder)
+        assert [dataset[row]["caption"] for row in range(len(dataset))] == captions
+
+
 @pytest.mark.parametrize("moved", [True, False])
 def test_parquet_with_a_moved_path_or_no_picture_names_the_row(tmp_path, moved):
     cell = {"bytes": None, "path": "renamed.png"} if moved else None
