@@ -157,6 +157,8 @@ def main() -> None:
             {**finish, "FOR_X": False, "d_x": None, "out_x": None},
             {"copy_engine": False},
         ),
+        (kernels_topk.topk_kernel, wide, {**search, "K": 8}, fewer),
+        (kernels_topk.topk_kernel, wide, {**search, "K": 16}, fewer),
         (kernels_topk.topk_kernel, strip, {**search, "K": 32}, few),
         (kernels_topk.topk_kernel, strip, {**search, "K": 64}, {}),
         (kernels_topk_buffer.topk_buffer_kernel, buffers, beyond, fewer),

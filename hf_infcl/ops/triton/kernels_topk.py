@@ -16,13 +16,36 @@ from hf_infcl.ops.triton.kernels_common import may_match, meets_diagonal, own, p
 NO_INDEX = tl.constexpr(2147483647)
 
 
+if triton.knobs.runtime.interpret:
+
+    @triton.jit
+    def peak(u):
+        """(M,) the best score of each row of a tile; NaN where one is."""
+        best = tl.max(u, 1)
+        return tl.where(tl.max((u != u).to(tl.int32), 1) > 0, float("nan"), best)
+
+else:
+
+    @triton.jit
+    def _greater(a, b):
+        return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+    @triton.jit
+    def peak(u):
+        """(M,) the best score of each row of a tile; NaN where one is: one instruction carries both."""
+        return tl.reduce(u, 1, _greater)
+
+
 @triton.jit
 def candidates(
     x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, highest, row0, col0,
     ID_COLUMNS: tl.constexpr, EXCLUDE_PAIRS: tl.constexpr, CEILING: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
-    """A tile of scores, -inf where a column is no candidate of a row.
+    """A tile of scores, -inf where a column is no candidate of a row; a NaN stays.
+
+    Few tiles meet the diagonal or the ragged edge. Without a barrier under these `if`s the compiler would compute the
+    masks of all tiles, half as many instructions as the rest of the search, and throw them away.
 
     highest: (BLOCK_M,) the highest score a row's candidate may have (CEILING).
     """
@@ -31,7 +54,6 @@ def candidates(
     )
     rows = row0 + tl.arange(0, BLOCK_M)
     cols = col0 + tl.arange(0, BLOCK_N)
-    u = tl.where(u == u, u, float("inf"))
     if CEILING:
         u = tl.where((u > highest[:, None]) & (u < float("inf")), float("-inf"), u)
     if ID_COLUMNS > 0:
@@ -39,8 +61,10 @@ def candidates(
             u = tl.where(same(x_ids, y_ids, rows, cols, n_rows, n_cols, ID_COLUMNS), float("-inf"), u)
     if EXCLUDE_PAIRS:
         if meets_diagonal(row0, col0, shift, BLOCK_M, BLOCK_N):
+            tl.debug_barrier()
             u = tl.where(own(rows, cols, shift), float("-inf"), u)
     if col0 + BLOCK_N > n_cols:
+        tl.debug_barrier()
         u = tl.where((cols < n_cols)[None, :], u, float("-inf"))
     return u
 
@@ -56,12 +80,14 @@ def _worst(s, i):
 def _insert(u, at, best, s, i, worst, worst_index):
     """Takes a tile's scores in while they beat a row's worst entry.
 
-    u: (M, N) scores; at: (M, N) or (1, N) their global indices; best: (M,) maximum of every row of u.
+    u: (M, N) scores; at: (M, N) or (1, N) their global indices; best: (M,) `peak` of every row of u.
     s, i: (M, K) the entries; worst, worst_index: (M,).
     """
-    more = tl.max((best >= worst).to(tl.int32), 0) > 0
+    more = tl.min((best < worst).to(tl.int32), 0) == 0
     while more:
-        first = tl.min(tl.where(u == best[:, None], at, NO_INDEX), 1)
+        best = tl.where(best == best, best, float("inf"))
+        # Neither below nor above: the best, or NaN.
+        first = tl.min(tl.where((u < best[:, None]) | (u > best[:, None]), NO_INDEX, at), 1)
         better = ((best > worst) | ((best == worst) & (first < worst_index))) & (best > float("-inf"))
         place = better[:, None] & (s == worst[:, None]) & (i == worst_index[:, None])
         s = tl.where(place, best[:, None], s)
@@ -69,8 +95,8 @@ def _insert(u, at, best, s, i, worst, worst_index):
         u = tl.where(better[:, None] & (at == first[:, None]), float("-inf"), u)
         worst = tl.min(s, 1)
         worst_index = tl.max(tl.where(s == worst[:, None], i, -1), 1)
-        best = tl.max(u, 1)
-        more = tl.max((better & (best >= worst)).to(tl.int32), 0) > 0
+        best = peak(u)
+        more = tl.max((better & ((best < worst) == 0)).to(tl.int32), 0) > 0
     return s, i, worst, worst_index
 
 
@@ -133,7 +159,7 @@ def topk_kernel(
             x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, highest, row0, col0,
             ID_COLUMNS, EXCLUDE_PAIRS, CEILING, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, USE_TMA,
         )  # fmt: skip
-        best = tl.max(u, 1)
+        best = peak(u)
         skips += (best < worst).to(tl.int32)
         at = (offset + col0 + tl.arange(0, BLOCK_N))[None, :]
         s, i, worst, worst_index = _insert(u, at, best, s, i, worst, worst_index)
@@ -156,7 +182,7 @@ def merge_kernel(
         mask = (rows < n_rows)[:, None] & (cols < width)[None, :]
         u = tl.load(more_scores + at, mask=mask, other=float("-inf"))
         index = tl.load(more_indices + at, mask=mask, other=-1).to(tl.int32)
-        s, i, worst, worst_index = _insert(u, index, tl.max(u, 1), s, i, worst, worst_index)
+        s, i, worst, worst_index = _insert(u, index, peak(u), s, i, worst, worst_index)
     _store_entries(scores, indices, k, rows, n_rows, k, s, i, K)
 
 

@@ -233,6 +233,7 @@ def topk_buffer_kernel(
                 x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, highest, row0, col0,
                 ID_COLUMNS, EXCLUDE_PAIRS, CEILING, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, USE_TMA,
             )  # fmt: skip
+            u = tl.where(u == u, u, float("inf"))
             if REDO:
                 u = tl.where(u < bound[:, None], u, float("-inf"))
             best = tl.max(u, 1)

@@ -16,8 +16,11 @@ from hf_infcl.ops.triton.kernels_topk_buffer import topk_buffer_kernel
 from hf_infcl.ops.triton.launch import Tiles, on, operand
 
 _LARGEST_IN_REGISTERS = 64
-# A strip of 64 rows leaves room for three or four programs on a multiprocessor, whose selections overlap with the
-# others' products; more waves than these leave less of the chip idle at the end.
+# Up to k = 16 a strip has 128 rows, eight warps share it, and two programs a multiprocessor: the fewest bytes for a
+# product (on an H200, D = 512 and k = 8: 485 TFLOP/s against 364 with 64 rows). With a larger k the registers would not
+# hold what has been found beside such a tile. Strips of 64 rows leave room for three programs or four.
+_LARGEST_IN_WIDE_STRIPS = 16
+# More waves than these leave less of the chip idle at the end.
 _WAVES = 6
 # A segment starts with nothing to compare with: below this its first tiles, which all insert, outweigh the rest.
 _TILES_PER_SEGMENT = 8
@@ -32,7 +35,7 @@ _SAMPLE_STEP = 8
 _COLUMNS_PER_NEGATIVE = 16  # with fewer, nearly all pass anyway
 # Three programs of 128 threads share a multiprocessor's 65,536 registers, so that two selections overlap with one
 # product; the compiler spills 24 bytes at k = 8 and 272 at k = 32 for it. At k = 64 it would spill too much.
-_REGISTERS = 168
+_REGISTERS, _REGISTERS_WIDE = 168, 128
 # With buffers eight warps share a tile, and two programs a multiprocessor. With four, a thread's part of the tile, of
 # its keys and of what a cut reads would not fit beside each other.
 _BUFFER_WARPS, _BUFFER_REGISTERS = 8, 128
@@ -52,6 +55,8 @@ def _config(device: torch.device, dtype: torch.dtype, k: int, block_size: int | 
     width = block_size if block_size in (32, 64, 128, 256) else 128
     if dtype == torch.float32:
         return TileConfig(64, min(width, 64), 32, 4, 2)
+    if k <= _LARGEST_IN_WIDE_STRIPS and width <= 128:
+        return TileConfig(128, width, 64, 8, 3)
     return TileConfig(64, width, 64, 4 if k <= _LARGEST_IN_REGISTERS else _BUFFER_WARPS, 3)
 
 
@@ -149,7 +154,9 @@ def _offer_in_registers(
         scores = torch.empty(n, segments * k, device=best.scores.device, dtype=torch.float32)
         indices = torch.empty(n, segments * k, device=best.scores.device, dtype=torch.int64)
     skipped = torch.empty(tiles.tiles_m * segments, device=scores.device, dtype=torch.int32)
-    few = {"maxnreg": _REGISTERS} if slots <= 32 and tiles.arguments["USE_TMA"] else {}
+    few = {}
+    if slots <= 32 and tiles.arguments["USE_TMA"]:
+        few = {"maxnreg": _REGISTERS_WIDE if tiles.config.warps == 8 else _REGISTERS}
     topk_kernel[(tiles.tiles_m, segments)](
         **_arguments(tiles, exclude_pairs, ceiling),
         scores=scores,
