@@ -14,10 +14,9 @@ from hf_infcl.ring.world import World
 GATHER_BELOW = "HF_INFCL_GATHER_BELOW"
 BF16_GRADIENTS = "HF_INFCL_BF16_GRADIENTS"
 # Gathering saves W - 1 rounds of small blocks, which wait for the host, and costs memory for all texts and their
-# float32 gradients (144 MiB at this many rows of 512 in bf16, as much as the scratch of one chunk). By measurement
-# (benchmarks/results/ring_nvidia_h200.json): between 32,768 rows, where it is faster for 2, 4 and 8 processes, and
-# 65,536, where for two it is not.
-_GATHER_BELOW_DEFAULT = 49_152
+# float32 gradients (384 MiB at this many rows of 512 in bf16; a rank of eight that hops holds 305). By measurement
+# (benchmarks/results/ring_nvidia_h200.json) it is the faster for 2, 4 and 8 processes up to 131,072 rows, these included.
+_GATHER_BELOW_DEFAULT = 2**17 + 1
 
 
 @dataclass(frozen=True)

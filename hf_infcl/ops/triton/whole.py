@@ -1,6 +1,6 @@
 """A small batch: the loss in two launches and a sum, its gradients in two more or in a few per band of G.
 
-Up to some 16,384 pairs the GPU waits for the host; what counts is how little Python runs per step. The general path
+Up to some 8,192 pairs the GPU waits for the host; what counts is how little Python runs per step. The general path
 makes running statistics, merges into them and finishes with small operations; here the kernels make, merge and finish.
 """
 
@@ -24,16 +24,17 @@ from hf_infcl.ops.triton.softmax import exact
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 LARGEST = 16_384
-# In float32 G is kept whole; with ids every tile compares its own, which at more pairs costs more than a map of them.
-LARGEST_FLOAT32 = LARGEST_WITH_IDS = 8192
+# Up to here each row keeps its own maximum: sharing one costs the host a second launch.
+_LARGEST_EXACT = 8192
+# In float32 G is kept whole. With ids every tile compares its own, which at more pairs costs more than a map of them,
+# and which the launches that share a maximum do not do.
+LARGEST_FLOAT32 = LARGEST_WITH_IDS = _LARGEST_EXACT
 # Up to here G is kept in float32 beside half-precision embeddings, and multiplied as the sum of two such numbers.
 # Rounded to bfloat16 its errors may all point one way (n equal rows), and a small sum has too few to forgive one.
 _LARGEST_SPLIT = 2048
 # Up to here both products with G are one launch. The vendor's are faster (0.18 ms against 0.25 on an H200 at 8,192
 # pairs of 512), but with what they leave to be done take ten launches more.
 _LARGEST_FUSED = 8192
-# Up to here each row keeps its own maximum: sharing one costs the host a second launch.
-_LARGEST_EXACT = 8192
 _BAND = 2**26  # entries of G at a time for the vendor's products, 128 MiB in half precision
 _MERGE_ROWS, _MERGE_STEP = 32, 16
 _RUN = 128
