@@ -27,6 +27,7 @@ from hf_infcl.ops.triton import (
     kernels_statistics,
     kernels_topk,
     kernels_topk_buffer,
+    kernels_topk_filter,
     kernels_weights,
 )
 
@@ -36,6 +37,7 @@ POINTERS = {
     "scale": "fp32", "bias": "fp32", "grad": "fp32", "row_stats": "fp32", "col_stats": "fp32", "row_parts": "fp32",
     "col_parts": "fp32", "parts": "fp32", "sum_parts": "fp32", "loss_parts": "fp32", "doubts": "i32",
     "scores": "fp32", "indices": "i64", "keys": "i64", "skipped": "i32", "bounds": "fp32",
+    "entries": "i64", "counts": "i32", "wanted": "i32", "left": "i32",
     "d_x": "fp32", "d_y": "fp32", "sums": "fp32", "factor": "fp32", "out_scale": "fp32",
 }  # fmt: skip
 
@@ -117,8 +119,9 @@ def main() -> None:
     small = (64, 64, 64, 4, 3)
     strip = (64, 128, 64, 4, 3) if capability >= 90 else (64, 128, 32, 4, 4)
     buffers = (*strip[:3], 8, strip[4])
-    search = {"EXCLUDE_PAIRS": True, "CEILING": False, "LOAD": True}
-    beyond = {**search, "BOUNDED": True, "REDO": False, "WIDTH": 32}
+    search = {"EXCLUDE_PAIRS": True, "CEILING": False}
+    inserted = {**search, "LOAD": True, "SOME": False, "wanted": None}
+    beyond = {**search, "SOME": False, "wanted": None, "WIDTH": 32}
     few = {} if capability < 90 else {"registers": 168}
     fewer = {} if capability < 90 else {"registers": 128}
     wide = (*big[:3], 8, big[4])  # what the launcher takes for repairs
@@ -157,12 +160,18 @@ def main() -> None:
             {**finish, "FOR_X": False, "d_x": None, "out_x": None},
             {"copy_engine": False},
         ),
-        (kernels_topk.topk_kernel, wide, {**search, "K": 8}, fewer),
-        (kernels_topk.topk_kernel, wide, {**search, "K": 16}, fewer),
-        (kernels_topk.topk_kernel, strip, {**search, "K": 32}, few),
-        (kernels_topk.topk_kernel, strip, {**search, "K": 64}, {}),
+        (kernels_topk.topk_kernel, wide, {**inserted, "K": 8}, fewer),
+        (kernels_topk.topk_kernel, wide, {**inserted, "K": 16}, fewer),
+        (kernels_topk.topk_kernel, strip, {**inserted, "K": 32}, few),
+        (kernels_topk.topk_kernel, strip, {**inserted, "K": 64}, {}),
         (kernels_topk_buffer.topk_buffer_kernel, buffers, beyond, fewer),
-        (kernels_topk_buffer.topk_buffer_kernel, buffers, {**beyond, "BOUNDED": False, "REDO": True}, fewer),
+        (kernels_topk_filter.filter_kernel, wide, {**search, "ROOM": 64}, fewer),
+        (
+            kernels_topk_filter.select_kernel,
+            (4, 0, 0, 4, 1),
+            {"ROOM": 64, "WIDTH": 64, "BLOCK_M": 4},
+            {"copy_engine": False},
+        ),
         (kernels_statistics.merge_kernel, (0, 0, 0, 4, 1), {**merge, "BLOCK": 32, "STEP": 16}, {"copy_engine": False}),
     ]
     for kernel, tile, switches, more in jobs:

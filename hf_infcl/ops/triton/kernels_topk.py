@@ -133,19 +133,24 @@ def _store_entries(scores, indices, stride, rows, n_rows, k, s, i, K: tl.constex
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "depth", "shift", "offset", "segment"])
 def topk_kernel(
     x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, ceiling,
-    scores, indices, stride, offset, k, segment, skipped,
+    scores, indices, stride, offset, k, segment, wanted, skipped,
     ID_COLUMNS: tl.constexpr, EXCLUDE_PAIRS: tl.constexpr, CEILING: tl.constexpr, LOAD: tl.constexpr,
-    K: tl.constexpr,
+    SOME: tl.constexpr, K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
     """Best k of the columns of a segment. Grid: strips of rows, segments of columns.
 
     scores, indices: (n, segments * k), row stride `stride`; read first where LOAD (one segment).
+    wanted: (n,) int32, 0 for rows to which nothing is offered (SOME).
     skipped: (strips * segments,) int32, how many (row, tile) pairs were skipped.
     """
     strip, part = tl.program_id(0), tl.program_id(1)
     row0 = strip * BLOCK_M
     rows = row0 + tl.arange(0, BLOCK_M)
+    end = tl.minimum((part + 1) * segment, n_cols)
+    if SOME:
+        is_wanted = tl.load(wanted + rows, mask=rows < n_rows, other=0) != 0
+        end = tl.where(tl.max(is_wanted.to(tl.int32), 0) > 0, end, 0)
     scores += part * k
     indices += part * k
     s, i = _load_entries(scores, indices, stride, rows, n_rows, k, LOAD, BLOCK_M, K)
@@ -154,17 +159,20 @@ def topk_kernel(
     if CEILING:
         highest = tl.load(ceiling + rows, mask=rows < n_rows, other=0.0)
     skips = tl.zeros((BLOCK_M,), tl.int32)
-    for col0 in range(part * segment, tl.minimum((part + 1) * segment, n_cols), BLOCK_N):
+    for col0 in range(part * segment, end, BLOCK_N):
         u = candidates(
             x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, highest, row0, col0,
             ID_COLUMNS, EXCLUDE_PAIRS, CEILING, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, USE_TMA,
         )  # fmt: skip
+        if SOME:
+            u = tl.where(is_wanted[:, None], u, float("-inf"))
         best = peak(u)
         skips += (best < worst).to(tl.int32)
         at = (offset + col0 + tl.arange(0, BLOCK_N))[None, :]
         s, i, worst, worst_index = _insert(u, at, best, s, i, worst, worst_index)
     _store_entries(scores, indices, stride, rows, n_rows, k, s, i, K)
-    tl.store(skipped + strip * tl.num_programs(1) + part, tl.sum(tl.where(rows < n_rows, skips, 0)))
+    if not SOME:
+        tl.store(skipped + strip * tl.num_programs(1) + part, tl.sum(tl.where(rows < n_rows, skips, 0)))
 
 
 @triton.jit(do_not_specialize=["n_rows", "width"])
