@@ -59,19 +59,22 @@ def test_buffers_of_rows_that_differ(dtype, k, block_size):
     assert torch.equal(indices, expected.indices[:, :k])
 
 
-@pytest.mark.parametrize("order", ["random", "sample best", "sample worst"])
+@pytest.mark.parametrize("order", ["random", "sample best", "sample worst", "equal"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("k", [65, 256, 1000])
-def test_a_bound_from_a_sample_leaves_the_result_as_it_is(dtype, k, order):
+@pytest.mark.parametrize("k", [32, 65, 256, 1000])
+@pytest.mark.parametrize("block_size", [None, 32, 256])
+def test_a_bound_from_a_sample_leaves_the_result_as_it_is(dtype, k, order, block_size):
     """Every eighth column (of k = 1,000 every 31st) is looked at first; they may be the best of all, or the worst."""
     from hf_infcl.ops.triton.topk import sampling
 
-    queries, keys = exact(300, 64, dtype).abs(), exact(20_000, 64, dtype, 1).abs()
+    queries, keys = exact(300, 64, dtype).abs(), exact(33_000, 64, dtype, 1).abs()
     step, _ = sampling(k, len(keys))
-    if order != "random":
+    if order == "equal":
+        keys[100:] = 1
+    elif order != "random":
         keys[::step] *= 4 if order == "sample best" else 0.25
     expected = (queries.float() @ keys.float().T).sort(dim=1, descending=True, stable=True)
-    scores, indices, _ = hardest_negatives(queries, keys, k)
+    scores, indices, _ = hardest_negatives(queries, keys, k, block_size=block_size)
     assert torch.equal(scores, expected.values[:, :k])
     assert torch.equal(indices, expected.indices[:, :k])
 

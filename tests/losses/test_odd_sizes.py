@@ -30,7 +30,7 @@ def test_thousands_of_equal_rows_of_few_features(d):
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
 @pytest.mark.parametrize(
     ("n", "d"),
-    [(1, 1), (2, 16), (63, 96), (65, 100), (130, 512), (63, 640), (65, 768), (130, 1152), (1, 1152), (130, 1)],
+    [(1, 1), (2, 16), (63, 96), (65, 100), (130, 512), (33, 640), (17, 768), (130, 1152), (1, 1152), (130, 1)],
 )
 @pytest.mark.parametrize("with_bank", [False, True])
 def test_rectangles_of_odd_sizes(n, d, with_bank, backend):

@@ -96,66 +96,105 @@ def test_hard_orders(k, kind):
 
 
 def test_buffers_of_rows_that_differ():
-    """More rows than a program's threads cover at once, of scores that rise, so that buffers are cut several times."""
-    x, y = integers(64, 8), integers(300, 8, seed=1)
-    y *= 1 + torch.arange(300, device=DEVICE)[:, None] // 16
-    assert_same(70, [(Side(x), Side(y, 1000))], 64, directions=(True, False), block_size=32)
+    """Several strips, of scores that rise, so that buffers are cut several times."""
+    x, y = integers(34, 8), integers(250, 8, seed=1)
+    y *= 1 + torch.arange(250, device=DEVICE)[:, None] // 16
+    assert_same(70, [(Side(x), Side(y, 1000))], 34, directions=(True, False), block_size=32)
 
 
-@pytest.fixture(params=["fitting", "too high", "too low"])
+@pytest.fixture(params=["fitting", "too high", "too low", "no room"])
 def sampled(request, monkeypatch):
-    """A sample of every third column; bounds that fit, that too few candidates reach, and that nearly all do."""
+    """A sample of every third column; bounds that fit, that too few candidates reach, and that nearly all do; and room
+    for fewer than reach it."""
     from hf_infcl.ops.triton import topk
 
-    rank = {"fitting": 40, "too high": 3, "too low": 60}[request.param]
-    monkeypatch.setattr(topk, "sampling", lambda k, n_cols: (3, min(rank, n_cols // 6)))
+    share = {"fitting": 0.4, "too high": 0.1, "too low": 0.7, "no room": 0.4}[request.param]
+    monkeypatch.setattr(topk, "sampling", lambda k, n_cols: (3, min(int(share * k), n_cols // 4)))
     monkeypatch.setattr(topk, "_TILES_PER_SEGMENT", 1)
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(topk, "_SELECT_WIDTH", 256)  # the interpreter's time goes by operations, not by elements
+    if request.param == "no room":
+        monkeypatch.setattr(topk, "_MOST_ENTRIES", 0)
+        monkeypatch.setattr(topk, "_LOOSEST_BOUND", 0)
 
 
-def test_a_bound_from_a_sample_leaves_the_result_as_it_is(sampled):
-    n, m = 12, 400
+@pytest.mark.parametrize("k", [20, 70])  # what the bound leaves over is found in registers, and in buffers
+def test_a_bound_from_a_sample_leaves_the_result_as_it_is(sampled, k):
+    n, m = 12, 150
     rows, cols = sides(n, m, 5, 1)
     rows.embeds[3] = 0  # all equal
-    ceilings = torch.linspace(-6, 8, n, device=DEVICE).round(), torch.linspace(-6, 8, m, device=DEVICE).round()
-    assert_same(70, [(rows, cols)], n, directions=(True, False), ceilings=ceilings)
-    assert_same(70, [(rows, cols)], n, directions=(True, False))
-    blocks = [(rows, cols[slice(50, m)]), (rows, cols[slice(0, 50)])]
-    assert_same(70, blocks, n, directions=(True, False), block_size=32)
+    ceilings = torch.linspace(0, 8, n, device=DEVICE).round(), None
+    blocks = [(rows, cols[slice(30, m)]), (rows, cols[slice(0, 30)])]
+    assert_same(k, blocks, n, directions=(True, False), block_size=32, ceilings=ceilings)
 
 
 def test_a_bound_from_a_sample_that_deceives(sampled):
     """The sample holds the best columns only, or none of them, or what overflowed."""
-    x, y = integers(8).abs() + 1, torch.ones(300, 5, device=DEVICE)
-    for values in (torch.arange(300) % 3 == 0, torch.arange(300) % 3 > 0):
-        y[:] = torch.where(values, 2.0, torch.arange(300) / 512)[:, None].to(DEVICE)
-        assert_same(70, [(Side(x), Side(y, 1000))], 8, directions=(True, False))
+    x, y = integers(8).abs() + 1, torch.ones(150, 5, device=DEVICE)
+    for values in (torch.arange(150) % 3 == 0, torch.arange(150) % 3 > 0):
+        y[:] = torch.where(values, 2.0, torch.arange(150) / 512)[:, None].to(DEVICE)
+        assert_same(40, [(Side(x), Side(y, 1000))], 8, directions=(True, False))
     y[::3] = torch.nan
-    assert_same(70, [(Side(x), Side(y, 1000))], 8, directions=(True, False))
+    assert_same(40, [(Side(x), Side(y, 1000))], 8, directions=(True, False))
 
 
-def test_a_cut_in_mid_launch_leaves_what_is_under_a_bound_to_the_second():
-    """One row fills its buffer; of the other, which holds k of a block before, only the sample meets the best."""
-    k, m = 65, 1040
+def test_rows_that_a_deceiving_sample_leaves_over_keep_what_they_had(monkeypatch):
+    """Of the second row, which holds k of a block before, only the sample reaches the bound that it gives."""
+    from hf_infcl.ops.triton import topk
+
+    k, m = 65, 240
     rows = Side(torch.eye(2, device=DEVICE), 10**6)
     early, late = torch.zeros(100, 2, device=DEVICE), torch.ones(m, 2, device=DEVICE)
     early[:, 1] = -torch.arange(100, device=DEVICE) / 1000
     late[:, 1] += torch.arange(m, device=DEVICE) / 4096
-    late[torch.arange(0, m, 8, device=DEVICE)[:30], 1] = 3.0
+    late[torch.arange(0, m, 4, device=DEVICE)[:30], 1] = 3.0
+    monkeypatch.setattr(topk, "sampling", lambda k, n_cols: (4, 24) if n_cols == m else None)
     assert_same(k, [(rows, Side(early, 5000)), (rows, Side(late, 0))], 2, directions=(True, False), pairs=False)
+
+
+def test_a_row_of_earlier_blocks_needs_no_more_than_beats_them(monkeypatch):
+    """The second block's candidates are all worse; a bound of its own sample would let hundreds pass."""
+    from hf_infcl.ops.triton import topk
+
+    monkeypatch.setattr(topk, "sampling", lambda k, n_cols: (3, 30))
+    x, y = integers(4).abs() + 1, integers(260, seed=1)
+    y[:100] += 8
+    side = Side(y, 1000)
+    engine = Engine.of(x, "triton", "ieee", None)
+    best = TopK.empty(4, 20, device=DEVICE, dtype=torch.float32)
+    for part in (slice(0, 100), slice(100, 260)):
+        before = best.counts.clone()
+        block_topk(engine, Side(x, 10**6), side[part], best, None, exclude_pairs=False)
+        skipped, met = (best.counts - before).tolist()
+    assert skipped == met > 0
 
 
 def test_more_than_k_candidates_reach_the_bound_of_a_sample():
     from hf_infcl.ops.triton.topk import sampling
 
     generator = torch.Generator().manual_seed(0)
-    for k, n_cols in ((65, 20_000), (256, 20_000), (1024, 65_536)):
+    for k, n_cols in ((17, 65_536), (32, 65_536), (65, 20_000), (256, 20_000), (1024, 65_536)):
         step, rank = sampling(k, n_cols)
-        scores = torch.randn(200, n_cols, generator=generator)
+        scores = torch.randn(100, n_cols, generator=generator)
         bounds = scores[:, ::step].topk(rank).values[:, -1:]
         reached = (scores >= bounds).sum(1)
         assert reached.min() > k
         assert reached.float().mean() == pytest.approx(rank * step, rel=0.1)
-    assert sampling(1000, 10_000) is None
+    for k, n_cols in ((1000, 10_000), (16, 10**6), (32, 16_384)):
+        assert sampling(k, n_cols) is None
+
+
+def test_segments_keep_the_programs_at_work():
+    from hf_infcl.ops.triton.topk import segments_of
+
+    for strips, tiles, programs, expected in (
+        (512, 512, 264, 1),  # 97% of two rounds
+        (128, 512, 264, 2),  # 97% of one
+        (1, 512, 264, 16),  # as many as there may be
+        (1, 40, 264, 5),  # each of eight tiles
+        (264, 1, 264, 1),
+    ):
+        assert segments_of(strips, tiles, programs) == expected
 
 
 @pytest.mark.parametrize("k", [3, 70])

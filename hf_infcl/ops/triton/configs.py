@@ -44,7 +44,7 @@ def uses_tma(device: torch.device) -> bool:
 def interpreted(n: int) -> TileConfig:
     """Tiles for the interpreter: small ones for small tests, so that they meet many tiles and every ragged edge."""
     assert triton_interpreted()
-    return TileConfig(16, 32, 32, 1, 1, group=2) if n <= 100 else TileConfig(64, 128, 128, 1, 1, group=2)
+    return TileConfig(16, 32, 64, 1, 1, group=2) if n <= 100 else TileConfig(64, 128, 128, 1, 1, group=2)
 
 
 def config(kernel: str, n: int, device: torch.device, dtype: torch.dtype, precision: str) -> TileConfig:

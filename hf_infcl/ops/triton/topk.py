@@ -33,8 +33,9 @@ _MAX_INDEX = 2**31 - 2**16
 # all (one row in a million finds it is not, at k = 32). A larger sample costs more itself and lets fewer pass.
 _SAMPLED, _DEVIATIONS = 32, 4.9
 _SAMPLE_STEP = 8
-# With fewer columns the second launch, and what it reads, would cost more than is saved; in registers much less is.
-_COLUMNS_PER_NEGATIVE, _COLUMNS_PER_NEGATIVE_IN_REGISTERS = 16, 512
+# With fewer columns than the first times k nearly all pass anyway. With fewer than the second over k further launches
+# cost the host more than is saved: on an H200 the sample wins from 32,768 columns on at k = 32, from 16,384 at k = 64.
+_COLUMNS_PER_NEGATIVE, _COLUMNS_TIMES_NEGATIVES = 16, 2**20
 # Rows at a time whose entries fill 128 MiB at k = 32, and at most as many as fill 512 MiB.
 _FILTER_ROWS, _FILTER_ENTRIES = 16_384, 2**26
 # What a lane has room for beyond the mean: bounds and entries that are so many standard deviations off.
@@ -120,9 +121,7 @@ def _tiles(anchors: Side, others: Side, k: int, precision: str, block_size: int 
 
 def sampling(k: int, n_cols: int) -> tuple[int, int] | None:
     """Of how many columns to sample one, and which entry of the sample bounds the best k; None: it does not pay."""
-    in_registers = k <= _LARGEST_IN_REGISTERS
-    columns_per_negative = _COLUMNS_PER_NEGATIVE_IN_REGISTERS if in_registers else _COLUMNS_PER_NEGATIVE
-    if k <= _LARGEST_IN_WIDE_STRIPS or n_cols < columns_per_negative * k:
+    if k <= _LARGEST_IN_WIDE_STRIPS or n_cols < _COLUMNS_PER_NEGATIVE * k or n_cols * k < _COLUMNS_TIMES_NEGATIVES:
         return None
     step = max(_SAMPLE_STEP, math.isqrt(k), -(-k // _SAMPLED))
     hits = k / step
