@@ -165,11 +165,11 @@ def main() -> None:
         (kernels_topk.topk_kernel, strip, {**inserted, "K": 32}, few),
         (kernels_topk.topk_kernel, strip, {**inserted, "K": 64}, {}),
         (kernels_topk_buffer.topk_buffer_kernel, buffers, beyond, fewer),
-        (kernels_topk_filter.filter_kernel, wide, {**search, "ROOM": 64}, fewer),
+        (kernels_topk_filter.filter_kernel, wide, search, fewer),
         (
             kernels_topk_filter.select_kernel,
             (4, 0, 0, 4, 1),
-            {"ROOM": 64, "WIDTH": 64, "BLOCK_M": 4},
+            {"WIDTH": 64, "BLOCK_M": 4},
             {"copy_engine": False},
         ),
         (kernels_statistics.merge_kernel, (0, 0, 0, 4, 1), {**merge, "BLOCK": 32, "STEP": 16}, {"copy_engine": False}),

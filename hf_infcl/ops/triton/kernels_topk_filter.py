@@ -37,18 +37,18 @@ def _append(u, at, bound, to, count):
     return count
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_cols", "depth", "shift", "offset", "segment"])
+@triton.jit(do_not_specialize=["n_rows", "n_cols", "depth", "shift", "offset", "segment", "room"])
 def filter_kernel(
     x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, ceiling,
-    bounds, entries, length, counts, offset, segment, skipped,
-    ID_COLUMNS: tl.constexpr, EXCLUDE_PAIRS: tl.constexpr, CEILING: tl.constexpr, ROOM: tl.constexpr,
+    bounds, entries, length, room, counts, offset, segment, skipped,
+    ID_COLUMNS: tl.constexpr, EXCLUDE_PAIRS: tl.constexpr, CEILING: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
     """Keeps the candidates that reach their row's bound. Grid: strips of rows, segments of columns.
 
     bounds: (n,) float32; to a row of -inf nothing is offered.
-    entries: (strips * BLOCK_M, length) int64: of every row segments * LANES lanes of ROOM entries, and more.
-    counts: (strips * BLOCK_M, segments * LANES) int32, entries of a lane; ROOM + 1 where it may have lost some.
+    entries: (strips * BLOCK_M, length) int64: of every row segments * LANES lanes of room entries, and more.
+    counts: (strips * BLOCK_M, segments * LANES) int32, entries of a lane; room + 1 where it may have lost some.
     skipped: (strips * segments,) int32, how many (row, tile) pairs had none.
     """
     strip, part = tl.program_id(0), tl.program_id(1)
@@ -56,7 +56,7 @@ def filter_kernel(
     row0 = strip * BLOCK_M
     rows = row0 + tl.arange(0, BLOCK_M)
     lanes = part * LANES + tl.arange(0, LANES)[None, :]
-    to = entries + rows.to(tl.int64)[:, None] * length + lanes * ROOM
+    to = entries + rows.to(tl.int64)[:, None] * length + lanes * room
     bound = tl.load(bounds + rows, mask=rows < n_rows, other=float("-inf"))
     # Of such a row, and of those beyond the last that fill up a strip, only NaN passes; nobody reads it.
     bound = tl.where(bound == float("-inf"), float("inf"), bound)
@@ -73,24 +73,24 @@ def filter_kernel(
         )  # fmt: skip
         # A lane without room for a tile's worth goes on over its last entries, and is known to have lost some.
         longest = tl.maximum(longest, count)
-        count = tl.minimum(count, ROOM - most)
+        count = tl.minimum(count, room - most)
         before = count
         at = offset + col0 + tl.arange(0, LANES)
         count = _append(tl.reshape(u, (BLOCK_M, most, LANES)), at, bound, to, count)
         skips += (tl.max(count - before, 1) == 0).to(tl.int32)
-    count = tl.where(longest > ROOM - most, ROOM + 1, count)
+    count = tl.where(longest > room - most, room + 1, count)
     tl.store(counts + rows[:, None] * (tl.num_programs(1) * LANES) + lanes, count)
     tl.store(skipped + strip * tl.num_programs(1) + part, tl.sum(tl.where(rows < n_rows, skips, 0)))
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_lanes", "k"])
+@triton.jit(do_not_specialize=["n_rows", "n_lanes", "k", "room"])
 def select_kernel(
-    entries, length, counts, n_lanes, bounds, scores, indices, n_rows, k, left,
-    ROOM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
+    entries, length, room, counts, n_lanes, bounds, scores, indices, n_rows, k, left,
+    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Takes the entries that `filter_kernel` kept into the best k. Grid: rows by BLOCK_M.
 
-    entries: (rows, length), length = n_lanes * ROOM + k; made into keys here, with those of the best so far behind.
+    entries: (rows, length), length = n_lanes * room + k; made into keys here, with those of the best so far behind.
     scores, indices: (n, k), read and written.
     left: (n,) int32, set to 1 for a row of which fewer than k are known to reach the bound, and that is left as it is.
     """
@@ -100,18 +100,18 @@ def select_kernel(
     bound = tl.load(bounds + rows, mask=rows < n_rows, other=float("-inf"))
     reached = tl.zeros((BLOCK_M, WIDTH), tl.int32)
     lost = tl.zeros((BLOCK_M, WIDTH), tl.int32)
-    for start in range(0, n_lanes * ROOM, WIDTH):
+    for start in range(0, n_lanes * room, WIDTH):
         at = (start + tl.arange(0, WIDTH))[None, :]
-        lane = at // ROOM
-        mask = there & (at < n_lanes * ROOM)
+        lane = at // room
+        mask = there & (at < n_lanes * room)
         count = tl.load(counts + rows[:, None] * n_lanes + lane, mask=mask, other=0)
-        held = mask & (at - lane * ROOM < count)
+        held = mask & (at - lane * room < count)
         entry = tl.load(entries + base[:, None] + at, mask=held, other=0)
         s = (entry >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         key = key_of(tl.where(s == s, s, float("inf")), (entry & 0x7FFFFFFF).to(tl.int32))
         tl.store(entries + base[:, None] + at, tl.where(held, key, LOWEST_KEY), mask=mask)
         reached += held.to(tl.int32)
-        lost += (count > ROOM).to(tl.int32)
+        lost += (count > room).to(tl.int32)
     for start in range(0, k, WIDTH):
         at = (start + tl.arange(0, WIDTH))[None, :]
         mask = there & (at < k)
@@ -119,12 +119,12 @@ def select_kernel(
         s = tl.load(scores + place, mask=mask, other=float("-inf"))
         index = tl.load(indices + place, mask=mask, other=-1).to(tl.int32)
         held = index >= 0
-        tl.store(entries + base[:, None] + n_lanes * ROOM + at, tl.where(held, key_of(s, index), LOWEST_KEY), mask=mask)
+        tl.store(entries + base[:, None] + n_lanes * room + at, tl.where(held, key_of(s, index), LOWEST_KEY), mask=mask)
         reached += (held & (s >= bound[:, None])).to(tl.int32)
     done = (tl.sum(reached, 1) >= k) & (tl.max(lost, 1) == 0) & (bound > float("-inf"))
     tl.store(left + rows, (done == 0).to(tl.int32), mask=rows < n_rows)
     tl.debug_barrier()  # what other threads of this program have stored is read below
-    total = n_lanes * ROOM + k
+    total = n_lanes * room + k
     low = kth_key(entries, base, tl.where(done, total, 0), total, k, WIDTH, BLOCK_M)
     kept = tl.zeros((BLOCK_M,), tl.int32)
     for start in range(0, total, 32):

@@ -191,7 +191,7 @@ def _offer_by_bound(
         lanes = segments * LANES.value
         expected = passing / lanes * (1 + _LOOSEST_BOUND / math.sqrt(rank))
         room = int(expected + _MOST_ENTRIES * math.sqrt(expected)) + 1 + config.block_n // LANES.value
-        length = lanes * room + k
+        length = lanes * room + k  # of the entries of a row, and of the best so far behind them
         rows = tiles.tiles_m * config.block_m
         entries = torch.empty(rows, length, device=device, dtype=torch.int64)
         counts = torch.empty(rows, lanes, device=device, dtype=torch.int32)
@@ -202,19 +202,20 @@ def _offer_by_bound(
             bounds=bounds[part],
             entries=entries,
             length=length,
+            room=room,
             counts=counts,
             offset=others.offset,
             segment=segment,
             skipped=skipped,
-            ROOM=room,
             **few,
         )
         n_rows = tiles.arguments["n_rows"]
         select_kernel[(triton.cdiv(n_rows, _SELECT_ROWS),)](
-            entries, length, counts, lanes, bounds[part], best.scores[part], best.indices[part], n_rows, k, left[part],
-            ROOM=room, WIDTH=_SELECT_WIDTH, BLOCK_M=_SELECT_ROWS, num_warps=_SELECT_ROWS,
+            entries, length, room, counts, lanes, bounds[part], best.scores[part], best.indices[part], n_rows, k,
+            left[part], WIDTH=_SELECT_WIDTH, BLOCK_M=_SELECT_ROWS, num_warps=_SELECT_ROWS,
         )  # fmt: skip
         _count(best, skipped, n_rows * tiles.tiles_n)
+        del entries  # else the next part's would be made beside it
     return left
 
 
