@@ -10,6 +10,7 @@ results = run_processes(work, world_size=3, args=(128,))   # results[rank]
 import contextlib
 import faulthandler
 import gc
+import multiprocessing
 import os
 import pickle
 import signal
@@ -27,6 +28,10 @@ _REPOSITORY = Path(__file__).resolve().parents[1]
 # When one rank has failed the others usually wait for it in a collective: time to fail by themselves, so that
 # the report shows every rank that had something to say.
 _GRACE_SECONDS = 3.0
+# Functions run in forks of one process that has imported all this, and done nothing else: imports take longer than most
+# of the tests. Its environment is that of the test process; a run that wants another gets interpreters of its own.
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["torch.distributed.nn.functional", "transformers.trainer", "peft", "hf_infcl.trainer"])
 
 
 class ProcessesError(RuntimeError):
@@ -69,35 +74,62 @@ def run_processes(
         else:
             command = [sys.executable, str(target), *map(str, args)]
         environment = _environment(world_size, timeout, workdir) | dict(env or {})
+        forks = is_function and all(os.environ.get(name) == value for name, value in (env or {}).items())
 
-        processes = []
+        processes: list[Any] = []
         try:
             for rank in range(world_size):
-                with open(_log(workdir, rank), "wb") as log:
-                    processes.append(
-                        subprocess.Popen(
-                            command,
-                            stdout=log,
-                            stderr=subprocess.STDOUT,
-                            stdin=subprocess.DEVNULL,
-                            cwd=_REPOSITORY,
-                            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                            start_new_session=True,
-                        )
-                    )
+                its_own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                if forks:
+                    fork = _FORKS.Process(target=_forked, args=(workdir, rank, its_own))
+                    fork.start()
+                    processes.append(fork)
+                else:
+                    processes.append(_interpreter(command, workdir, rank, its_own))
             hung = _wait(processes, timeout)
         finally:
             for process in processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                process.kill()
+                (process.join if isinstance(process, _FORKS.Process) else process.wait)()
 
-        bad = [rank for rank, process in enumerate(processes) if process.returncode != 0]
+        bad = [rank for rank, process in enumerate(processes) if _exit_code(process) != 0]
         if bad:
             raise ProcessesError(_report(workdir, processes, bad, hung, timeout))
         if is_function:
             return [pickle.loads((workdir / f"result-{rank}.pkl").read_bytes()) for rank in range(world_size)]
         return [_log(workdir, rank).read_text(errors="replace") for rank in range(world_size)]
+
+
+def _interpreter(command: list[str], workdir: Path, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    with open(_log(workdir, rank), "wb") as log:
+        return subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            cwd=_REPOSITORY,
+            env=environment,
+            start_new_session=True,
+        )
+
+
+def _forked(workdir: Path, rank: int, environment: dict[str, str]) -> None:
+    """What an interpreter of its own would find, in a fork of the process that has imported everything."""
+    os.setsid()
+    with open(_log(workdir, rank), "wb") as log, open(os.devnull, "rb") as nothing:
+        for here, there in ((nothing, 0), (log, 1), (log, 2)):
+            os.dup2(here.fileno(), there)
+    os.chdir(_REPOSITORY)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.exit(_main(workdir))
+
+
+def _exit_code(process: Any) -> int | None:
+    """None while it runs."""
+    return process.exitcode if isinstance(process, _FORKS.Process) else process.poll()
 
 
 def free_port() -> int:
@@ -125,12 +157,12 @@ def _environment(world_size: int, timeout: float, workdir: Path) -> dict[str, st
     return environment
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> list[int]:
+def _wait(processes: list[Any], timeout: float) -> list[int]:
     """Wait for all, or until the deadline, or a little longer than the first failure; the ranks still running."""
     deadline = time.monotonic() + timeout
     failed = False
     while True:
-        codes = [process.poll() for process in processes]
+        codes = [_exit_code(process) for process in processes]
         running = [rank for rank, code in enumerate(codes) if code is None]
         if not running or time.monotonic() > deadline:
             return running
@@ -140,13 +172,11 @@ def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> list[int]
         time.sleep(0.02)
 
 
-def _report(
-    workdir: Path, processes: list[subprocess.Popen[bytes]], bad: list[int], hung: list[int], timeout: float
-) -> str:
+def _report(workdir: Path, processes: list[Any], bad: list[int], hung: list[int], timeout: float) -> str:
     parts = []
     # Those that failed by themselves first: they are the reason why the others hung.
     for rank in sorted(bad, key=lambda rank: (rank in hung, rank)):
-        end = "still ran and was killed" if rank in hung else f"exited with {processes[rank].returncode}"
+        end = "still ran and was killed" if rank in hung else f"exited with {_exit_code(processes[rank])}"
         log = _log(workdir, rank).read_text(errors="replace")[-8000:]
         parts.append(f"--- rank {rank} {end} (limit {timeout:g} s) ---\n{log.rstrip()}")
     return f"{len(bad)} of {len(processes)} processes failed\n" + "\n".join(parts)

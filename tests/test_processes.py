@@ -1,5 +1,6 @@
 """The helper that starts processes: results by rank, a rank's own traceback, and no hang."""
 
+import os
 import time
 
 import pytest
@@ -37,8 +38,9 @@ def test_the_failing_ranks_traceback_is_reported() -> None:
 
 
 def test_a_hang_ends_at_the_deadline_with_the_stack() -> None:
+    run_processes(_rank_times, 1, args=(1,))  # the first takes longer to start
     with pytest.raises(ProcessesError, match=r"still ran and was killed[\s\S]*_hangs"):
-        run_processes(_hangs, 1, timeout=15.0)
+        run_processes(_hangs, 1, timeout=4.0)
 
 
 def test_a_script_gets_torchruns_variables(tmp_path) -> None:
@@ -51,3 +53,13 @@ def test_a_script_gets_torchruns_variables(tmp_path) -> None:
     )
     outputs = run_processes(script, 2, args=("word",))
     assert [output.strip().splitlines()[-1] for output in outputs] == ["0 2 word", "1 2 word"]
+
+
+def _variable(rank: int, world_size: int, name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def test_another_environment_is_that_of_the_processes(monkeypatch) -> None:
+    monkeypatch.setenv("PROCESSES_TEST", "here")
+    for env, wanted in ((None, "here"), ({"PROCESSES_TEST": "here"}, "here"), ({"PROCESSES_TEST": "there"}, "there")):
+        assert run_processes(_variable, 1, args=("PROCESSES_TEST",), env=env) == [wanted]
