@@ -15,7 +15,7 @@ GATHER_BELOW = "HF_INFCL_GATHER_BELOW"
 BF16_GRADIENTS = "HF_INFCL_BF16_GRADIENTS"
 # Gathering saves W - 1 rounds of small blocks, which wait for the host, and costs memory for all texts and their
 # float32 gradients (384 MiB at this many rows of 512 in bf16; a rank of eight that hops holds 305). By measurement
-# (benchmarks/results/ring_nvidia_h200.json) it is faster up to 131,072 rows for 8 processes, and as fast for 2 and 4.
+# (benchmarks/results/ring_nvidia_h200.json) it is faster up to 131,072 rows for 8 processes, about as fast for 2 and 4.
 _GATHER_BELOW_DEFAULT = 2**17 + 1
 
 
