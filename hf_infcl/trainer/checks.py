@@ -120,6 +120,21 @@ def check_trainable(model: nn.Module, loss_type: str | None) -> None:
         )
 
 
+def check_gradients_are_averaged(model: nn.Module, world_size: int) -> None:
+    """Of several processes none may go by its own gradients alone, which no figure of a run would show.
+
+    Raises:
+        RuntimeError: the model that is about to be trained is not wrapped by DistributedDataParallel.
+    """
+    is_wrapped = any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules())
+    if world_size > 1 and not is_wrapped:
+        raise RuntimeError(
+            f"{world_size} processes train together, but the model that Accelerate prepared, a "
+            f"{type(model).__name__}, is not wrapped by DistributedDataParallel: each would learn from its own "
+            "gradients. Hand the trainer a model that accelerator.prepare() has not seen"
+        )
+
+
 def check_temperature(model: nn.Module, loss_type: str | None) -> None:
     """That the loss gets the multiplier and the bias it needs."""
     name = type(unwrap(model)).__name__

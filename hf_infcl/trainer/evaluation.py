@@ -1,7 +1,8 @@
 """Embedding a whole evaluation set, and what is computed from it."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from hf_infcl.trainer.loaders import pins_memory
 from hf_infcl.trainer.messages import above_the_bars
 
 logger = logging.getLogger(__name__)
+# What Accelerate sets on a model that it prepares: a forward under autocast, what that was before, and that it has.
+_PREPARED = ("forward", "_original_forward", "_is_accelerate_prepared")
 
 
 @dataclass
@@ -115,13 +118,12 @@ class EvaluatingTrainer(Trainer):
 
         Evaluating advances no random numbers: training goes the same way with it and without.
         """
-        model = self._model_for_evaluation()
         logger.info("***** Running %s: batches of %d *****", description, self.args.eval_batch_size)
-        model.eval()
-        if callable(getattr(self.optimizer, "eval", None)):
-            self.optimizer.eval()
         self.callback_handler.eval_dataloader = dataloader
-        with untouched_rng(self.args.device):
+        with self._model_for_evaluation() as model, untouched_rng(self.args.device):
+            model.eval()
+            if callable(getattr(self.optimizer, "eval", None)):
+                self.optimizer.eval()
             embedded = embed_set(
                 dataloader,
                 sides=self._sides,
@@ -148,16 +150,30 @@ class EvaluatingTrainer(Trainer):
         }
         return EvalLoopOutput(predictions=predictions, label_ids=ids, metrics=metrics, num_samples=rows)
 
-    def _model_for_evaluation(self) -> nn.Module:
+    @contextmanager
+    def _model_for_evaluation(self) -> Iterator[nn.Module]:
+        """The model, prepared for evaluation; outside training it is afterwards as it was before.
+
+        Accelerate takes a model that it has prepared once for one that is ready to train: it would not wrap it by
+        DistributedDataParallel any more, and every process would go by its own gradients.
+        """
         model = self._wrap_model(self.model, training=False)
-        if len(self.accelerator._models) == 0 and model is self.model:
+        prepares = len(self.accelerator._models) == 0 and model is self.model
+        attributes = self.model.__dict__
+        before = {name: attributes[name] for name in _PREPARED if name in attributes}
+        if prepares:
             model = self.accelerator.prepare_model(model, evaluation_mode=True)
-            if model is not self.model:
-                self.model_wrapped = model
         if not self.is_in_train and (self.args.fp16_full_eval or self.args.bf16_full_eval):
             dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16
             model = model.to(dtype=dtype, device=self.args.device)
-        return model
+        try:
+            yield model
+        finally:
+            if prepares:
+                self.accelerator._models.clear()
+                for name in _PREPARED:
+                    attributes.pop(name, None)
+                attributes.update(before)
 
     def _after_prediction(self) -> None:
         self.control: Any = self.callback_handler.on_prediction_step(self.args, self.state, self.control)

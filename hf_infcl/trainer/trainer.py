@@ -389,6 +389,7 @@ class InfCLTrainer(SavingTrainer, SteppingTrainer):
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
+        checks.check_gradients_are_averaged(model, self.args.world_size)
         # accelerate tells the data set too, but not in an epoch that is resumed in its middle.
         if callable(getattr(self.train_dataset, "set_epoch", None)):
             self.train_dataset.set_epoch(epoch)

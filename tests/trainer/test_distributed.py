@@ -24,6 +24,7 @@ def train(rank: int, world: int, folder: str, options: dict[str, Any]) -> dict[s
     rows = options.pop("rows", 48)
     family = options.pop("family", "clip")
     steps = options.pop("steps", {1: 6, 2: 3, 3: 2, 4: 2})[world]
+    evaluated_first = options.pop("evaluated_first", False)
     torch.manual_seed(1)
     run = trainer(
         Path(folder),
@@ -37,6 +38,9 @@ def train(rank: int, world: int, folder: str, options: dict[str, Any]) -> dict[s
         gradient_accumulation_steps=steps,
         **{"optim": "sgd", "learning_rate": 0.05, "max_steps": 10, **options},
     )
+    if evaluated_first:
+        run.evaluate()
+        run.predict(Rows(7, family))
     run.train()
     return {
         "parameters": parameters(run.model),
@@ -71,6 +75,7 @@ CASES = {
     "frozen tower": {"freeze_vision_model": True},
     "memory bank": {"memory_bank_size": 20},
     "hard negatives": {"loss_type": "hard_negative", "num_hard_negatives": 5},
+    "evaluated first": {"evaluated_first": True, "adapter": {}},
     "rows left over": {"rows": 47, "num_train_epochs": 4, "max_steps": -1},
 }
 WORLDS = {2: list(CASES), 3: ["full", "lora", "hard negatives"], 4: ["full", "lora"]}
@@ -109,6 +114,19 @@ def test_several_processes_follow_the_trajectory_of_one(tmp_path, alone, world):
             assert found["evaluation"][name] == pytest.approx(value, rel=1e-5), (case, name)
         if expected["bank"] is not None:
             assert sorted(row for result in results for row in result["bank"]) == sorted(expected["bank"])
+
+
+def unwrapped(rank: int, world: int, folder: str) -> str:
+    run = trainer(Path(folder))
+    run.accelerator.prepare_model = lambda model, **options: model
+    with pytest.raises(RuntimeError) as error:
+        run.train()
+    return str(error.value)
+
+
+def test_processes_that_would_each_go_by_their_own_gradients_are_refused(tmp_path):
+    for message in run_processes(unwrapped, 2, args=(str(tmp_path),)):
+        assert "a CLIPModel, is not wrapped by DistributedDataParallel" in message
 
 
 def spoilt_scale(rank: int, world: int, folder: str) -> str:

@@ -26,6 +26,25 @@ def test_a_line_of_the_log_has_what_a_run_is_judged_by(tmp_path):
     assert line["samples_per_second"] > 0
 
 
+@pytest.mark.parametrize("options", [{}, {"bf16": True}, {"bf16": True, "peft_config": lora()}])
+def test_evaluating_first_changes_nothing_of_training(tmp_path, options):
+    runs = []
+    for evaluates in (False, True):
+        torch.manual_seed(0)
+        run = trainer(tmp_path / str(evaluates), eval_dataset=Rows(6), max_steps=3, **options)
+        if evaluates:
+            forward = run.model.forward
+            run.evaluate()
+            run.predict(Rows(6))
+            assert run.model.forward == forward
+            assert "_is_accelerate_prepared" not in vars(run.model)
+        run.train()
+        runs.append((training_lines(run)[-1]["loss"], parameters(run.model), run.evaluate()["eval_loss"]))
+    (loss, weights, judged), (other_loss, other_weights, other_judged) = runs
+    assert (loss, judged) == (other_loss, other_judged)
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
 def test_the_logged_loss_is_the_mean_of_the_steps(tmp_path):
     each = trainer(tmp_path, max_steps=4, gradient_accumulation_steps=2)
     each.train()
