@@ -2,8 +2,10 @@
 
     python benchmarks/kernel_resources.py                 # Hopper
     python benchmarks/kernel_resources.py --capability 80 # A100
+    python benchmarks/kernel_resources.py --only pingpong # kernels whose names hold the word
 
 A tile that spills (stack > 0) or that leaves room for one program a multiprocessor shows here before any timing does.
+Of kernels with specialised warps the registers are the average that they are started with.
 """
 
 import argparse
@@ -20,9 +22,12 @@ os.environ.pop("TRITON_INTERPRET", None)
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
 
 from hf_infcl.ops.triton import (
     kernels_gradient,
+    kernels_pingpong,
     kernels_sigmoid,
     kernels_statistics,
     kernels_topk,
@@ -66,8 +71,9 @@ def compile_kernel(
         if name in constants:
             signature[name] = "constexpr"
         elif name in ("x", "y", "g") and engine:
-            rows, width = {"x": (m, k), "y": (n, k), "g": (m, n // 2)}[name]
-            signature[name] = f"tensordesc<{dtype}[{rows},{width}]>"
+            rows, width = {"x": (m, k), "y": (n, k), "g": (m, n // 4 if kernel.is_gluon() else n // 2)}[name]
+            layout = f",{NVMMASharedLayout(2 * width, 16, 2)!r}" if kernel.is_gluon() else ""
+            signature[name] = f"tensordesc<{dtype}[{rows},{width}]{layout}>"
         elif name in ("x", "y", "g", "out_x", "out_y"):
             signature[name] = f"*{dtype}"
         elif name in ("x_ids", "y_ids"):
@@ -86,7 +92,7 @@ def compile_kernel(
     attributes = {
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] == "*" or name in aligned
     }
-    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
     start = time.perf_counter()
     options = {"num_warps": warps, "num_stages": stages} | ({} if registers is None else {"maxnreg": registers})
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -108,7 +114,9 @@ def compile_kernel(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, default=90)
-    capability = parser.parse_args().capability
+    parser.add_argument("--only", default="", metavar="WORD", help="only kernels whose names hold this word")
+    arguments = parser.parse_args()
+    capability = arguments.capability
     both = {"ROWS": True, "COLS": True, "MASK": False, "MANY_POSITIVES": False, "SMOOTH": False, "EXACT": False}
     forward = {**both, "REPAIR": False, "FRESH": False}
     backward = {**both, "WANT_SUM": False, "DEFER": False, "REPAIR": False}
@@ -174,8 +182,20 @@ def main() -> None:
         ),
         (kernels_statistics.merge_kernel, (0, 0, 0, 4, 1), {**merge, "BLOCK": 32, "STEP": 16}, {"copy_engine": False}),
     ]
+    if capability == 90:
+        turns = {"ROWS": True, "COLS": True, "STEPS": 8, "GROUP": 8, "IDS": False, "BY_PLACE": False}
+        masked = {"IDS": True, "BY_PLACE": True}
+        forward = {**turns, "FRESH": False, "STAGES": 5}
+        backward = {**turns, "MANY_POSITIVES": False, "SMOOTH": False, "STAGES": 4}
+        jobs += [
+            (kernels_pingpong.statistics_pingpong_kernel, big, forward, {}),
+            (kernels_pingpong.statistics_pingpong_kernel, big, {**forward, **masked}, {"ids": 2}),
+            (kernels_pingpong.weights_pingpong_kernel, big, backward, {}),
+            (kernels_pingpong.weights_pingpong_kernel, big, {**backward, **masked}, {"ids": 2}),
+        ]
     for kernel, tile, switches, more in jobs:
-        print(compile_kernel(kernel, tile, switches, capability, **more), flush=True)
+        if arguments.only in kernel.__name__:
+            print(compile_kernel(kernel, tile, switches, capability, **more), flush=True)
 
 
 if __name__ == "__main__":

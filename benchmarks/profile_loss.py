@@ -45,7 +45,9 @@ CASES = (
 # Products of 2 N^2 D operations that all launches of a kernel in one step compute.
 PRODUCTS = {
     "statistics_kernel": 1,
+    "statistics_pingpong_kernel": 1,
     "weights_kernel": 1,
+    "weights_pingpong_kernel": 1,
     "sigmoid_weights_kernel": 1,
     "gradient_kernel": 2,
     "library": 2,

@@ -90,6 +90,16 @@ def gradient_kernel(
         )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["length"])
+def dot_kernel(a, b, parts, length, share, BLOCK: tl.constexpr):
+    """parts: (programs,) float32, share times the sum of a b over BLOCK numbers each. a, b: (length,)."""
+    program = tl.program_id(0)
+    at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = at < length
+    product = tl.load(a + at, mask=there, other=0.0).to(tl.float32) * tl.load(b + at, mask=there, other=0.0)
+    tl.store(parts + program, tl.sum(product) * share)
+
+
 @triton.jit
 def _multiply(values, factor, out, at, there):
     product = tl.load(values + at, mask=there, other=0.0) * factor

@@ -44,18 +44,23 @@ def empty_matrix(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.dev
     return room[:, :n_cols]
 
 
-def matmul(a: Tensor, b: Tensor, precision: str, out: Tensor | None = None) -> Tensor:
-    """a @ b in float32, added to `out` where that is given."""
+def matmul(a: Tensor, b: Tensor, precision: str, out: Tensor | None = None, add: bool = True) -> Tensor:
+    """a @ b in float32, in `out` where that is given: added to what is there, or instead of it."""
     if a.device.type != "cuda" or a.dtype == torch.float32:
+        into = out if add else None
         if precision == "tf32x3" and a.dtype == torch.float32:
             a_high, b_high = _high(a), _high(b)
             a_low, b_low = a - a_high, b - b_high
-            out = float32_matmul(a_low, b_high, "tf32", out)
-            out = float32_matmul(a_high, b_low, "tf32", out)
-            return float32_matmul(a_high, b_high, "tf32", out)
-        return float32_matmul(a, b, precision, out)
+            into = float32_matmul(a_low, b_high, "tf32", into)
+            into = float32_matmul(a_high, b_low, "tf32", into)
+            made = float32_matmul(a_high, b_high, "tf32", into)
+        else:
+            made = float32_matmul(a, b, precision, into)
+        return made if out is None or add else out.copy_(made)
     if out is None:
         return torch.mm(a, b, out_dtype=torch.float32)
+    if not add:
+        return torch.mm(a, b, out_dtype=torch.float32, out=out)
     return torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hf_infcl.ops.sides import Rule, Side
 from hf_infcl.ops.statistics import Statistics
+from hf_infcl.ops.triton import pingpong
 from hf_infcl.ops.triton.kernels_statistics import merge_kernel, statistics_kernel
 from hf_infcl.ops.triton.kernels_weights import weights_kernel
 from hf_infcl.ops.triton.launch import Tiles, cdiv, launch
@@ -60,7 +61,10 @@ def statistics(
     else:
         doubts = torch.empty(tiles.tiles_m * tiles.tiles_n, device=device, dtype=torch.int32)
         values = (scale, *running, row_parts, col_parts, doubts)
-        tiles.launch(statistics_kernel, values, (*wanted, many, left_out, False, False, False))
+        if pingpong.suits(rows, cols, False, not tiles.has_ids or related is not None):
+            pingpong.statistics(rows, cols, rule, tiles, values, wanted, False, related)
+        else:
+            tiles.launch(statistics_kernel, values, (*wanted, many, left_out, False, False, False))
         tiles.launch(statistics_kernel, values, (*wanted, many, left_out, True, True, False), repair=True)
     row_blocks = cdiv(n_rows, _MERGE_ROWS) if row_stats is not None else 0
     col_blocks = cdiv(n_cols, _MERGE_ROWS) if col_stats is not None else 0
@@ -95,13 +99,16 @@ def softmax_weights(
     is_exact = exact(precision, dtype)
     defer = tiles.has_ids and not is_exact  # the few tiles in which ids may agree to a second launch
     doubts = torch.empty(n_tiles, device=g.device, dtype=torch.int32) if defer else None
-    values = (
-        scale, *_sides(row_stats, col_stats), tiles.weights(g), g.stride(0), sums, doubts,
-        float(rule.label_smoothing), gain(dtype),
-    )  # fmt: skip
+    stats = _sides(row_stats, col_stats)
+    last = float(rule.label_smoothing), gain(dtype)
+    values = (scale, *stats, tiles.weights(g), g.stride(0), sums, doubts, *last)
     many = tiles.has_ids and rule.duplicates == "positive"
-    switches = (row_stats is not None, col_stats is not None, many, rule.label_smoothing > 0, is_exact, want_sum)
-    tiles.launch(weights_kernel, values, (*switches, defer, False))
+    wanted = row_stats is not None, col_stats is not None
+    switches = (*wanted, many, rule.label_smoothing > 0, is_exact, want_sum)
+    if not want_sum and pingpong.suits(rows, cols, is_exact, not tiles.has_ids or related is not None):
+        pingpong.weights(rows, cols, rule, tiles, g, (scale, *stats, doubts, *last), wanted, related)
+    else:
+        tiles.launch(weights_kernel, values, (*switches, defer, False))
     if defer:
         tiles.launch(weights_kernel, values, (*switches, False, True), repair=True)
     return g, None if sums is None else sums.sum()

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from hf_infcl.ops.chunks import parts
 from hf_infcl.ops.sides import Rule, Side
+from hf_infcl.ops.triton import pingpong
 from hf_infcl.ops.triton.configs import TileConfig, interpreted
-from hf_infcl.ops.triton.kernels_gradient import finish_kernel, gradient_kernel
+from hf_infcl.ops.triton.kernels_gradient import dot_kernel, finish_kernel, gradient_kernel
 from hf_infcl.ops.triton.kernels_statistics import merge_kernel, statistics_kernel
 from hf_infcl.ops.triton.kernels_weights import weights_kernel
 from hf_infcl.ops.triton.launch import Tiles, launch, operand
@@ -24,6 +25,8 @@ from hf_infcl.ops.triton.softmax import exact
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 LARGEST = 16_384
+# From so many terms in the product of images and texts the GPU is what a step waits for, however few the pairs.
+_LARGEST_WORK = 2**36
 # Up to here each row keeps its own maximum: sharing one costs the host a second launch.
 _LARGEST_EXACT = 8192
 # In float32 G is kept whole. With ids every tile compares its own, which at more pairs costs more than a map of them,
@@ -33,12 +36,13 @@ LARGEST_FLOAT32 = LARGEST_WITH_IDS = _LARGEST_EXACT
 # Rounded to bfloat16 its errors may all point one way (n equal rows), and a small sum has too few to forgive one.
 _LARGEST_SPLIT = 2048
 # Up to here both products with G are one launch. The vendor's are faster (0.18 ms against 0.25 on an H200 at 8,192
-# pairs of 512), but with what they leave to be done take ten launches more.
+# pairs of 512), but take four launches.
 _LARGEST_FUSED = 8192
 _BAND = 2**26  # entries of G at a time for the vendor's products, 128 MiB in half precision
 _MERGE_ROWS, _MERGE_STEP = 32, 16
 _RUN = 128
 _FINISH_BLOCK = 2048
+_DOT_BLOCK = 8192
 
 
 def suits(n: int, dtype: torch.dtype, has_ids: bool, block_size: int | None) -> bool:
@@ -106,6 +110,10 @@ class Batch:
     def _tiles(self, rows: Side) -> Tiles:
         return Tiles.of("whole", rows, Side(self.y, 0, self.ids), self.rule, self.precision, self.config)
 
+    def _exceeds(self, largest: int) -> bool:
+        """Whether the GPU is the bound: by the number of pairs, or because their products take long."""
+        return self.n > largest or self.n * self.n * self.depth >= _LARGEST_WORK
+
     @cached_property
     def tiles(self) -> Tiles:
         """All rows by all columns."""
@@ -123,17 +131,20 @@ class Batch:
         col_parts = torch.empty(planes * tiles.tiles_m * n if for_cols else 0, device=device)
         losses = torch.empty(blocks * sides, device=device)
         running = rows if for_rows else None, cols if for_cols else None, n, n
-        shared = self.images.dtype != torch.float32 and n > _LARGEST_EXACT and not smooth
+        wanted = for_rows, for_cols
+        is_half = self.images.dtype != torch.float32
+        shared = is_half and self._exceeds(_LARGEST_EXACT) and not smooth and not tiles.has_ids
         doubts = torch.empty(tiles.tiles_m * tiles.tiles_n, device=device, dtype=torch.int32) if shared else None
-        for repair in (False, True)[: 1 + shared]:
-            is_exact = repair or not shared
-            tiles.launch(
-                statistics_kernel,
-                (scale, *running, row_parts, col_parts, doubts),
-                (for_rows, for_cols, many, smooth, is_exact, repair, True),
-                repair,
-                self.kind,
-            )
+        values = (scale, *running, row_parts, col_parts, doubts)
+        both = Side(self.x), Side(self.y)
+        if pingpong.suits(*both, not shared, True):
+            pingpong.statistics(*both, rule, tiles, values, wanted, True, kind=self.kind)
+        else:
+            switches = (*wanted, many, smooth, not shared, False, True)
+            tiles.launch(statistics_kernel, values, switches, kind=self.kind)
+        if shared:
+            switches = (*wanted, many, smooth, True, True, True)
+            tiles.launch(statistics_kernel, values, switches, repair=True, kind=self.kind)
         launch(
             merge_kernel,
             device,
@@ -142,7 +153,7 @@ class Batch:
                 row_parts, col_parts, *running, n, n, tiles.tiles_m, tiles.tiles_n, blocks if for_rows else 0, scale,
                 losses, 1.0 / (sides * n), float(rule.label_smoothing),
             ),
-            (for_rows, for_cols, many, smooth, True, True, _MERGE_ROWS, _MERGE_STEP),
+            (*wanted, many, smooth, True, True, _MERGE_ROWS, _MERGE_STEP),
             warps=4,
             stages=1,
             kind=self.kind,
@@ -157,58 +168,74 @@ class Batch:
         """
         n, dtype = self.n, self.images.dtype
         share = 1.0 / (((rows is not None) + (cols is not None)) * n * gain(dtype))
-        made = self._by_bands if dtype != torch.float32 and n > _LARGEST_FUSED else self._fused
+        made = self._by_bands if dtype != torch.float32 and self._exceeds(_LARGEST_FUSED) else self._fused
         return made(rows, cols, needs, share)
 
-    def _weights(self, tiles: Tiles, g: Tensor, rows: Tensor | None, cols: Tensor | None, sums: Tensor | None) -> None:
-        """Writes G of some rows (their statistics) by all columns; sums: (tiles,), receives its tiles' sums of G u."""
-        n, dtype, smoothing = self.n, self.images.dtype, float(self.rule.label_smoothing)
-        many = tiles.has_ids and self.rule.duplicates == "positive"
-        strides = 0 if rows is None else rows.stride(0), n
+    def _weights(self, r: slice, g: Tensor, rows: Tensor | None, cols: Tensor | None, want_sum: bool) -> Tensor | None:
+        """Writes G of rows r (`rows`: their statistics) by all columns; sums of G u of its tiles, if wanted."""
+        n, dtype, rule = self.n, self.images.dtype, self.rule
+        side = Side(self.x, 0, self.ids)[r]
+        tiles = self.tiles if len(side) == n else self._tiles(side)
+        sums = torch.empty(tiles.tiles_m * tiles.tiles_n, device=g.device) if want_sum else None
+        stats = rows, cols, 0 if rows is None else rows.stride(0), n
+        wanted = rows is not None, cols is not None
+        last = float(rule.label_smoothing), gain(dtype)
+        is_exact = exact(self.precision, dtype)
+        kind = (self.kind, g.dtype, g.stride(0) % 16)
+        others = Side(self.y)
+        # Its descriptors cost the host more, which counts where that is the bound.
+        pays = self._exceeds(_LARGEST_FUSED) and not want_sum
+        if pays and pingpong.suits(side, others, is_exact, not tiles.has_ids):
+            pingpong.weights(side, others, rule, tiles, g, (self.scale, *stats, None, *last), wanted, kind=kind)
+            return None
+        many = tiles.has_ids and rule.duplicates == "positive"
         tiles.launch(
             weights_kernel,
-            (self.scale, rows, cols, *strides, tiles.weights(g), g.stride(0), sums, None, smoothing, gain(dtype)),
-            (
-                rows is not None, cols is not None, many, smoothing > 0, exact(self.precision, dtype),
-                sums is not None, False, False,
-            ),
-            kind=(self.kind, g.dtype, g.stride(0) % 16),
-        )  # fmt: skip
+            (self.scale, *stats, tiles.weights(g), g.stride(0), sums, None, *last),
+            (*wanted, many, rule.label_smoothing > 0, is_exact, want_sum, False, False),
+            kind=kind,
+        )
+        return sums
 
     def _by_bands(
         self, rows: Tensor | None, cols: Tensor | None, needs: tuple[bool, bool, bool], share: float
     ) -> Gradients:
         """Both gradients by the vendor's products, from as many rows of G at a time as scratch memory holds."""
         images, texts, device = self.images, self.texts, self.images.device
-        n, c = len(images), self.config
+        n, c = self.n, self.config
+        need_x, need_y, need_scale = needs
         height = max(_BAND // n // c.block_m, 1) * c.block_m
         g = empty_matrix(min(height, n), n, images.dtype, device)
-        of_images: list[Tensor] = []
-        d_y: Tensor | None = None
+        d_x = torch.empty(n, self.depth, device=device) if need_x else None
+        d_y = torch.empty(n, self.depth, device=device) if need_y else None
         from_tiles: list[Tensor] = []  # of the scale, where dX is not computed
         for r in parts(n, height):
-            tiles = self.tiles if height >= n else self._tiles(Side(self.x, 0, self.ids)[r])
             band = g[: r.stop - r.start]
-            sums = None
-            if needs[2] and not needs[0]:
-                sums = torch.empty(tiles.tiles_m * tiles.tiles_n, device=device)
+            sums = self._weights(r, band, None if rows is None else rows[:, r], cols, need_scale and not need_x)
+            if sums is not None:
                 from_tiles.append(sums)
-            self._weights(tiles, band, None if rows is None else rows[:, r], cols, sums)
-            if needs[0]:
-                of_images.append(matmul(band, texts, "ieee"))
-            if needs[1]:
-                d_y = matmul(band.T, images[r], "ieee", out=d_y)
-        d_x = None if not needs[0] else of_images[0] if height >= n else torch.cat(of_images)
+            if d_x is not None:
+                matmul(band, texts, "ieee", out=d_x[r], add=False)
+            if d_y is not None:
+                matmul(band.T, images[r], "ieee", out=d_y, add=r.start > 0)
         sum_gu = None
-        if needs[2]:
-            sum_gu = ((images * d_x).sum() if d_x is not None else torch.cat(from_tiles)) * share
+        if need_scale:
+            sum_gu = torch.cat(from_tiles) * share if d_x is None else self._dot(d_x, share)
         return d_x, d_y, sum_gu, self.scale * share
+
+    def _dot(self, d_x: Tensor, share: float) -> Tensor:
+        """Parts of share times the sum over all i of x_i . dX_i."""
+        length = d_x.numel()
+        sums = torch.empty(-(-length // _DOT_BLOCK), device=d_x.device)
+        values = (self.images.contiguous(), d_x, sums, length, share)
+        launch(dot_kernel, d_x.device, len(sums), values, (_DOT_BLOCK,), warps=8, stages=1)
+        return sums
 
     def _fused(
         self, rows: Tensor | None, cols: Tensor | None, needs: tuple[bool, bool, bool], share: float
     ) -> Gradients:
         """Both gradients in one launch, from the whole of G."""
-        tiles, x, y, device, c = self.tiles, self.x, self.y, self.images.device, self.config
+        x, y, device, c = self.x, self.y, self.images.device, self.config
         need_x, need_y, need_scale = needs
         n, depth, dtype = self.n, self.depth, self.images.dtype
         split = dtype != torch.float32 and n <= _LARGEST_SPLIT
@@ -217,8 +244,7 @@ class Batch:
         if width > n:
             g[:, n:].zero_()
         # Where dX is not computed, the scale's gradient comes from the tiles of G.
-        sums = torch.empty(tiles.tiles_m * tiles.tiles_n, device=device) if need_scale and not need_x else None
-        self._weights(tiles, g[:, :n], rows, cols, sums)
+        sums = self._weights(slice(0, n), g[:, :n], rows, cols, need_scale and not need_x)
         if not (need_x or need_y):
             return None, None, None if sums is None else sums * share, None
         block_d = 16 if depth <= 16 else 32 if depth <= 32 else 64 if depth <= 64 else c.block_n

@@ -1,0 +1,149 @@
+"""Large chunks on Hopper, by the kernels in which two groups of warps take turns."""
+
+from collections.abc import Hashable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_infcl.ops.sides import Rule, Side
+from hf_infcl.ops.triton.configs import chip
+from hf_infcl.ops.triton.launch import Tiles, cdiv, launch, operand
+
+# Rows and columns of what a group makes at a time, and the depth of a step: as in `kernels_pingpong`.
+_BLOCK, _STEP, _QUARTER = 128, 64, 32
+# Operations of a chunk's product from which the kernels are worth their descriptors and a program on every
+# multiprocessor is worth starting.
+_SMALLEST = 2**33
+# Boxes of 16 KiB, rows of X and Y by a step of the depth, that fit in shared memory beside what the epilogues keep
+# there: all steps of X, and as many of Y as are left, which are loads under way. With three the tensor cores wait.
+_STATISTICS_BOXES, _WEIGHTS_BOXES, _LEAST_STAGES = 13, 12, 4
+
+
+def suits(rows: Side, cols: Side, precise: bool, mapped: bool) -> bool:
+    """Whether a chunk's first launch is made this way.
+
+    Args:
+        precise: every row is to keep its own maximum.
+        mapped: ids, where they matter, come with a map.
+    """
+    x, device = rows.embeds, rows.embeds.device
+    n_rows, n_cols = len(rows), len(cols)
+    return (
+        device.type == "cuda"
+        and not precise
+        and mapped
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and n_rows % _BLOCK == 0
+        and n_cols % (2 * _BLOCK) == 0
+        and cdiv(x.shape[1], _STEP) + _LEAST_STAGES <= _WEIGHTS_BOXES
+        and 2 * n_rows * n_cols * x.shape[1] >= _SMALLEST
+        # Its warp-group products are this one architecture's.
+        and chip(device.index or 0)[0] == (9, 0)
+    )
+
+
+@cache
+def _layout(width: int) -> Any:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return NVMMASharedLayout(swizzle_byte_width=2 * width, element_bitwidth=16, rank=2)
+
+
+def _descriptor(x: Tensor, width: int) -> Any:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [_BLOCK, width], _layout(width))
+
+
+def _run(
+    kernel: Any,
+    rows: Side,
+    cols: Side,
+    tiles: Tiles,
+    related: Tensor | None,
+    between: tuple[Any, ...],
+    values: tuple[Any, ...],
+    switches: tuple[Any, ...],
+    boxes: int,
+    kind: Hashable,
+) -> None:
+    """Launches a kernel on the chunk that `tiles` describes.
+
+    Args:
+        between: run-time arguments between the operands and the sizes.
+        values: run-time arguments that follow the map.
+        switches: its own compile-time arguments.
+        boxes: of shared memory for operands.
+    """
+    x, y = operand(rows.embeds), operand(cols.embeds)
+    (n_rows, depth), n_cols = x.shape, len(y)
+    steps = cdiv(depth, _STEP)
+    pairs = n_rows // _BLOCK * (n_cols // (2 * _BLOCK))
+    programs = min(tiles.processors, pairs)
+    stride = 0 if related is None else related.stride(0)
+    launch(
+        kernel,
+        x.device,
+        programs,
+        (
+            _descriptor(x, _STEP), _descriptor(y, _STEP), *between, n_rows, n_cols, rows.offset - cols.offset,
+            related, stride, *values, programs,
+        ),
+        (*switches, tiles.config.group, steps, boxes - steps),
+        warps=4,
+        stages=1,
+        kind=kind,
+    )  # fmt: skip
+
+
+def statistics(
+    rows: Side,
+    cols: Side,
+    rule: Rule,
+    tiles: Tiles,
+    values: tuple[Any, ...],
+    wanted: tuple[bool, bool],
+    fresh: bool,
+    related: Tensor | None = None,
+    kind: Hashable = None,
+) -> None:
+    """The first launch of `hf_infcl.ops.triton.softmax.statistics`.
+
+    Args:
+        values: the scale and what follows it, as `statistics_kernel` takes them.
+        wanted: whether rows and columns are.
+        fresh: the chunk is all there is.
+        kind: as `launch` takes it.
+    """
+    from hf_infcl.ops.triton.kernels_pingpong import statistics_pingpong_kernel
+
+    by_place = tiles.masks and rule.label_smoothing == 0
+    switches = (*wanted, tiles.has_ids, by_place, fresh)
+    _run(statistics_pingpong_kernel, rows, cols, tiles, related, (), values, switches, _STATISTICS_BOXES, kind)
+
+
+def weights(
+    rows: Side,
+    cols: Side,
+    rule: Rule,
+    tiles: Tiles,
+    g: Tensor,
+    values: tuple[Any, ...],
+    wanted: tuple[bool, bool],
+    related: Tensor | None = None,
+    kind: Hashable = None,
+) -> None:
+    """The first launch of `hf_infcl.ops.triton.softmax.softmax_weights`; arguments as for `statistics`.
+
+    Args:
+        g: (n_rows, n_cols), receives G.
+        values: scale, statistics and strides, where doubts go (None without ids), smoothing, gain.
+    """
+    from hf_infcl.ops.triton.kernels_pingpong import weights_pingpong_kernel
+
+    many = tiles.has_ids and rule.duplicates == "positive"
+    switches = (*wanted, tiles.has_ids, tiles.masks, many, rule.label_smoothing > 0)
+    between = (_descriptor(g, _QUARTER),)
+    _run(weights_pingpong_kernel, rows, cols, tiles, related, between, values, switches, _WEIGHTS_BOXES, kind)

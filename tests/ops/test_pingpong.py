@@ -1,0 +1,28 @@
+"""The kernels of two groups in turn, for a chip that need not be there: they compile, and none spills its tile."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_infcl.ops.dispatch import triton_installed
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(not triton_installed(), reason="needs triton, which is for Linux only")
+def test_the_installed_triton_compiles_them(tmp_path):
+    """Gluon, their language, changes from release to release; what they compute is for tests/gpu to say."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "benchmarks/kernel_resources.py", "--only", "pingpong"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"(\w+)_pingpong_kernel .* stack +(\d+) shared +(\d+) KiB", done.stdout)
+    assert [kernel for kernel, _, _ in lines] == ["statistics", "statistics", "weights", "weights"]
+    for kernel, stack, shared in lines:
+        assert int(stack) < 256, kernel  # the tile of a thread is 512 bytes
+        assert int(shared) <= 227, kernel
