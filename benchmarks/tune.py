@@ -4,7 +4,8 @@
     python benchmarks/tune.py --dtype fp32 --precision tf32 --depth 768
 
 Nothing is tuned while training: put what wins into the table. A shape that needs more shared memory or registers than
-the chip has is listed with the reason.
+the chip has is listed with the reason. Where the chip and the depth let two groups of warps take turns, whose shape is
+fixed, they are timed last.
 """
 
 import argparse
@@ -24,8 +25,9 @@ import torch
 import triton
 
 from hf_infcl.ops import Engine, Rule, Side, Statistics
+from hf_infcl.ops.triton import pingpong
 from hf_infcl.ops.triton.configs import TileConfig
-from hf_infcl.ops.triton.softmax import softmax_weights, statistics
+from hf_infcl.ops.triton.softmax import exact, softmax_weights, statistics
 
 # Rows, columns and depth of a tile, warps. Stages are tried besides.
 HALF = (
@@ -37,7 +39,8 @@ SINGLE = ((128, 128, 32, 8), (128, 128, 32, 4), (64, 128, 32, 4), (64, 128, 32, 
 
 def measured(step: Callable[[], object], config: TileConfig, operations: int) -> dict[str, Any]:
     row: dict[str, Any] = dataclasses.asdict(config)
-    with patch("hf_infcl.ops.triton.launch.config", lambda *_: config):
+    plainly = patch("hf_infcl.ops.triton.pingpong.suits", lambda *_: False)
+    with patch("hf_infcl.ops.triton.launch.config", lambda *_: config), plainly:
         try:
             row["ms"] = bench.median_ms(step, "cuda", 60)
         except (triton.runtime.errors.OutOfResources, triton.CompilationError) as reason:
@@ -87,6 +90,10 @@ def main() -> None:
         for shape, stages, group in itertools.product(shapes, arguments.stages, arguments.groups):
             found.append(measured(step, TileConfig(*shape, stages, group), 2 * n * n * d))
             print(line(name, found[-1]), flush=True)
+        if pingpong.suits(rows, cols, exact(precision, dtype), True):
+            ms = bench.median_ms(step, "cuda", 60)
+            results[f"{name}, two groups in turn"] = {"ms": ms, "tflops": 2 * n * n * d / ms / 1e9}
+            print(f"{name:10} two groups in turn {ms:7.3f} ms {2 * n * n * d / ms / 1e9:5.0f} TFLOP/s", flush=True)
         results[name] = sorted(found, key=lambda row: row.get("ms", float("inf")))
     arguments.out.mkdir(parents=True, exist_ok=True)
     stem = f"tune_{arguments.dtype}_{precision}_{d}_" + results["environment"]["device"].lower().replace(" ", "_")
