@@ -236,6 +236,11 @@ def saved_step(folder: str | Path) -> int:
     return int(json.loads(Path(folder, _STATE).read_text())["global_step"])
 
 
+def planned_steps(folder: str | Path) -> int:
+    """How many optimizer steps the run that saved a checkpoint was to take."""
+    return int(json.loads(Path(folder, _STATE).read_text())["max_steps"])
+
+
 def stream_position(folder: str | Path) -> tuple[int, int]:
     """Where in a data set without a length a run stood when it saved a checkpoint.
 

@@ -23,6 +23,7 @@ from hf_infcl.trainer.checkpoints import (
     check_checkpoint,
     checkpoint_to_resume,
     newest_checkpoint,
+    planned_steps,
     saved_step,
     stream_position,
 )
@@ -345,6 +346,15 @@ class InfCLTrainer(SavingTrainer, SteppingTrainer):
             self._say(line, shown=not self.args.disable_tqdm)
             if step >= self.state.max_steps and self.is_world_process_zero():
                 logger.warning("no step is left to take: raise max_steps or num_train_epochs to train further")
+            elif (
+                planned := planned_steps(resume_from_checkpoint)
+            ) != self.state.max_steps and self.is_world_process_zero():
+                logger.warning(
+                    "the checkpoint's run was to take %d steps, this one %d: its first step still goes by the learning "
+                    "rate that the checkpoint holds (0 where its schedule had run out), the others by the new schedule",
+                    planned,
+                    self.state.max_steps,
+                )
         if resume_from_checkpoint is not None and not has_length(self.train_dataset):
             epoch, steps = stream_position(resume_from_checkpoint)
             batches = 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps

@@ -349,6 +349,19 @@ def test_a_run_that_had_ended_says_what_to_raise(tmp_path, caplog):
     assert "no step is left to take: raise max_steps or num_train_epochs" in caplog.text
 
 
+def test_a_run_of_another_length_says_what_becomes_of_the_learning_rate(tmp_path, caplog):
+    """What it says is what happens: a step at the rate that the old schedule ended with, then the new one's."""
+    options = {"lr_scheduler_type": "linear", "learning_rate": 0.1, "logging_steps": 1}
+    saving(tmp_path, 2, **options).train()
+    saving(tmp_path, 2, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert "was to take" not in caplog.text
+    longer = saving(tmp_path, 4, **options)
+    longer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert "the checkpoint's run was to take 2 steps, this one 4: its first step still goes by" in caplog.text
+    rates = [line["learning_rate"] for line in longer.state.log_history if "learning_rate" in line]
+    assert rates[-2:] == pytest.approx([0.0, 0.1 * 1 / 4])
+
+
 @pytest.mark.parametrize("steps", [3, 4, 6])
 def test_a_run_that_had_ended_takes_no_step_more(tmp_path, steps):
     """16 rows are 4 steps an epoch."""
