@@ -27,7 +27,8 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from hf_infcl.ops.triton import (
     kernels_gradient,
-    kernels_pingpong,
+    kernels_pingpong_statistics,
+    kernels_pingpong_weights,
     kernels_sigmoid,
     kernels_statistics,
     kernels_topk,
@@ -188,10 +189,10 @@ def main() -> None:
         forward = {**turns, "FRESH": False, "STAGES": 5}
         backward = {**turns, "MANY_POSITIVES": False, "SMOOTH": False, "STAGES": 4}
         jobs += [
-            (kernels_pingpong.statistics_pingpong_kernel, big, forward, {}),
-            (kernels_pingpong.statistics_pingpong_kernel, big, {**forward, **masked}, {"ids": 2}),
-            (kernels_pingpong.weights_pingpong_kernel, big, backward, {}),
-            (kernels_pingpong.weights_pingpong_kernel, big, {**backward, **masked}, {"ids": 2}),
+            (kernels_pingpong_statistics.statistics_pingpong_kernel, big, forward, {}),
+            (kernels_pingpong_statistics.statistics_pingpong_kernel, big, {**forward, **masked}, {"ids": 2}),
+            (kernels_pingpong_weights.weights_pingpong_kernel, big, backward, {}),
+            (kernels_pingpong_weights.weights_pingpong_kernel, big, {**backward, **masked}, {"ids": 2}),
         ]
     for kernel, tile, switches, more in jobs:
         if arguments.only in kernel.__name__:

@@ -236,9 +236,17 @@ def saved_step(folder: str | Path) -> int:
     return int(json.loads(Path(folder, _STATE).read_text())["global_step"])
 
 
-def planned_steps(folder: str | Path) -> int:
-    """How many optimizer steps the run that saved a checkpoint was to take."""
-    return int(json.loads(Path(folder, _STATE).read_text())["max_steps"])
+def what_is_left(folder: str | Path, max_steps: int) -> str | None:
+    """What a run of `max_steps` that resumes from a checkpoint should be told of its length; None: all is as it was."""
+    planned = int(json.loads(Path(folder, _STATE).read_text())["max_steps"])
+    if saved_step(folder) >= max_steps:
+        return "no step is left to take: raise max_steps or num_train_epochs to train further"
+    if planned == max_steps:
+        return None
+    return (
+        f"the checkpoint's run was to take {planned:,} steps, this one {max_steps:,}: its first step still goes by the "
+        "learning rate that the checkpoint holds (0 where its schedule had run out), the others by the new schedule"
+    )
 
 
 def stream_position(folder: str | Path) -> tuple[int, int]:

@@ -23,9 +23,9 @@ from hf_infcl.trainer.checkpoints import (
     check_checkpoint,
     checkpoint_to_resume,
     newest_checkpoint,
-    planned_steps,
     saved_step,
     stream_position,
+    what_is_left,
 )
 from hf_infcl.trainer.config import InfCLConfig
 from hf_infcl.trainer.description import describe_run
@@ -341,20 +341,12 @@ class InfCLTrainer(SavingTrainer, SteppingTrainer):
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         if resume_from_checkpoint is not None:
-            step = saved_step(resume_from_checkpoint)
-            line = f"resuming from {resume_from_checkpoint} at step {step:,} of {self.state.max_steps:,}"
+            step, steps = saved_step(resume_from_checkpoint), self.state.max_steps
+            line = f"resuming from {resume_from_checkpoint} at step {step:,} of {steps:,}"
             self._say(line, shown=not self.args.disable_tqdm)
-            if step >= self.state.max_steps and self.is_world_process_zero():
-                logger.warning("no step is left to take: raise max_steps or num_train_epochs to train further")
-            elif (
-                planned := planned_steps(resume_from_checkpoint)
-            ) != self.state.max_steps and self.is_world_process_zero():
-                logger.warning(
-                    "the checkpoint's run was to take %d steps, this one %d: its first step still goes by the learning "
-                    "rate that the checkpoint holds (0 where its schedule had run out), the others by the new schedule",
-                    planned,
-                    self.state.max_steps,
-                )
+            warning = what_is_left(resume_from_checkpoint, steps)
+            if warning is not None and self.is_world_process_zero():
+                logger.warning(warning)
         if resume_from_checkpoint is not None and not has_length(self.train_dataset):
             epoch, steps = stream_position(resume_from_checkpoint)
             batches = 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps

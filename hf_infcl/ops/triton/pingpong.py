@@ -117,7 +117,7 @@ def statistics(
         fresh: the chunk is all there is.
         kind: as `launch` takes it.
     """
-    from hf_infcl.ops.triton.kernels_pingpong import statistics_pingpong_kernel
+    from hf_infcl.ops.triton.kernels_pingpong_statistics import statistics_pingpong_kernel
 
     by_place = tiles.masks and rule.label_smoothing == 0
     switches = (*wanted, tiles.has_ids, by_place, fresh)
@@ -141,7 +141,7 @@ def weights(
         g: (n_rows, n_cols), receives G.
         values: scale, statistics and strides, where doubts go (None without ids), smoothing, gain.
     """
-    from hf_infcl.ops.triton.kernels_pingpong import weights_pingpong_kernel
+    from hf_infcl.ops.triton.kernels_pingpong_weights import weights_pingpong_kernel
 
     many = tiles.has_ids and rule.duplicates == "positive"
     switches = (*wanted, tiles.has_ids, tiles.masks, many, rule.label_smoothing > 0)
