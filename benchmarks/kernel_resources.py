@@ -44,6 +44,7 @@ POINTERS = {
     "col_parts": "fp32", "parts": "fp32", "sum_parts": "fp32", "loss_parts": "fp32", "doubts": "i32",
     "scores": "fp32", "indices": "i64", "keys": "i64", "skipped": "i32", "bounds": "fp32",
     "entries": "i64", "counts": "i32", "wanted": "i32", "left": "i32",
+    "references": "fp32", "kept": "bf16",
     "d_x": "fp32", "d_y": "fp32", "sums": "fp32", "factor": "fp32", "out_scale": "fp32",
 }  # fmt: skip
 
@@ -119,7 +120,7 @@ def main() -> None:
     arguments = parser.parse_args()
     capability = arguments.capability
     both = {"ROWS": True, "COLS": True, "MASK": False, "MANY_POSITIVES": False, "SMOOTH": False, "EXACT": False}
-    forward = {**both, "REPAIR": False, "FRESH": False}
+    forward = {**both, "REPAIR": False, "FRESH": False, "KEEP": False, "kept": None}
     backward = {**both, "WANT_SUM": False, "DEFER": False, "REPAIR": False}
     merge = {"ROWS": True, "COLS": True, "MANY_POSITIVES": False, "SMOOTH": False, "FRESH": True, "LOSS": True}
     gradient = {"FOR_X": True, "FOR_Y": True, "WANT_SUM": True, "SPLIT": False, "RUN": 2**30}

@@ -63,13 +63,23 @@ def softmax_forward(
 
 
 def _forward(
-    images: Tensor, texts: Tensor, scale: Tensor, ids: Tensor | None, banks: Banks, spec: Spec, layout: Layout
+    images: Tensor,
+    texts: Tensor,
+    scale: Tensor,
+    ids: Tensor | None,
+    banks: Banks,
+    spec: Spec,
+    layout: Layout,
+    keep: bool = False,
 ) -> tuple[Any, tuple[Tensor, Tensor, Tensor]]:
-    """The way of a small batch, or None where the forward traversal was taken; what `softmax_forward` returns."""
+    """The way of a small batch, or None where the forward traversal was taken; what `softmax_forward` returns.
+
+    keep: the small batch's gradients follow.
+    """
     engine, s = _engine(images, scale, spec)
     small = _small(engine, images, texts, s, ids, banks, spec, layout)
     if small is not None:
-        return small, small.loss(spec.for_rows, spec.for_cols)
+        return small, small.loss(spec.for_rows, spec.for_cols, keep)
     mine, travelling = shards(layout, images, texts, ids, banks)
 
     def empty(n: int) -> Statistics:
@@ -184,9 +194,10 @@ class _SoftmaxLoss(torch.autograd.Function):
         banks = bank_images, bank_texts, bank_ids
         ctx.spec, ctx.layout = spec, layout
         with torch.autocast(images.device.type, enabled=False):
-            small, (loss, rows, cols) = _forward(images, texts, scale, ids, banks, spec, layout)
+            follows = differentiated and any(ctx.needs_input_grad)
+            small, (loss, rows, cols) = _forward(images, texts, scale, ids, banks, spec, layout, follows)
             # A small batch waits for Python: what can be made here is kept out of autograd's thread.
-            ctx.is_ready = small is not None and differentiated and any(ctx.needs_input_grad)
+            ctx.is_ready = small is not None and follows
             if ctx.is_ready:
                 made = _made(small, rows, cols, spec, ctx.needs_input_grad[:3])
                 ctx.finish, ctx.embeds = small.finish, images.dtype

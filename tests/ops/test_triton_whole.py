@@ -63,6 +63,27 @@ def test_a_shared_exponential_matches_float64(monkeypatch, dtype, direction, sca
     compare(*pairs("trained", 143, 20), scale, dtype=dtype, device=DEVICE, backend="triton", direction=direction)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kept", [64, 2**26], ids=["a band", "all"])
+def test_gradients_from_exponentials_that_were_kept(monkeypatch, kept, dtype):
+    """Also where tiles hold rows far apart, whose exponentials are of no use, and are made from the product again."""
+    from hf_infcl.ops.triton import whole
+
+    monkeypatch.setattr(whole, "_LARGEST_EXACT", 0)
+    monkeypatch.setattr(whole, "_LARGEST_FUSED", 0)
+    monkeypatch.setattr(whole, "_KEPT_BAND", kept)
+    made = []
+    reweigh = whole.Batch._reweigh
+    monkeypatch.setattr(whole.Batch, "_reweigh", lambda *given: made.append(len(given[1])) or reweigh(*given))
+    for kind, scale, direction in (
+        ("trained", 50.0, "both"), ("random", 100.0, "image_to_text"), ("opposite", 14.0, "text_to_image"),
+        ("trained", 2000.0, "both"),
+    ):  # fmt: skip
+        compare(*pairs(kind, 150, 20), scale, dtype=dtype, device=DEVICE, backend="triton", direction=direction)
+    assert len(made) == 4
+    assert (max(made) == 150) == (kept > 150**2)
+
+
 @pytest.mark.parametrize("band", [64, 2**26], ids=["bands", "one band"])
 def test_bands_of_a_frozen_side_give_the_scale_the_same_gradient(monkeypatch, band):
     from hf_infcl import contrastive_loss

@@ -21,6 +21,7 @@ from hf_infcl.ops.triton.kernels_common import (
     product,
     relates,
     same,
+    store_tile,
     tile_origin,
 )
 
@@ -69,10 +70,11 @@ def _store_sums(
 @triton.jit
 def _tile_statistics(
     tile, x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, related, related_stride, s2,
-    row_stats, col_stats, row_stats_stride, col_stats_stride, row_parts, col_parts, doubts, listed,
+    row_stats, col_stats, row_stats_stride, col_stats_stride, row_parts, col_parts, doubts, kept, kept_stride,
+    kept_rows, listed,
     ROWS: tl.constexpr, COLS: tl.constexpr, MANY_POSITIVES: tl.constexpr, SMOOTH: tl.constexpr, EXACT: tl.constexpr,
-    REPAIR: tl.constexpr, FRESH: tl.constexpr, ID_COLUMNS: tl.constexpr, CELLS: tl.constexpr, MASK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    REPAIR: tl.constexpr, FRESH: tl.constexpr, KEEP: tl.constexpr, ID_COLUMNS: tl.constexpr, CELLS: tl.constexpr,
+    MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
     row0, col0 = tile_origin(tile, n_rows, n_cols, BLOCK_M, BLOCK_N, GROUP)
@@ -164,6 +166,9 @@ def _tile_statistics(
             col_sum = tl.sum(e, 0)
             smallest = tl.minimum(smallest, tl.min(tl.where(cols < n_cols, col_sum, 1.0)))
         tl.store(doubts + tile, (smallest < SMALLEST_SUM).to(tl.int32))
+        if KEEP:
+            if row0 < kept_rows:
+                store_tile(kept, kept_stride, e, row0, col0, n_rows, n_cols, USE_TMA)
     if ROWS:
         tl.store(row_at, row_ref, mask=rows < n_rows)
         tl.store(row_at + row_plane, row_sum, mask=rows < n_rows)
@@ -176,10 +181,10 @@ def _tile_statistics(
 def statistics_kernel(
     x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, related, related_stride, scale,
     row_stats, col_stats, row_stats_stride, col_stats_stride,
-    row_parts, col_parts, doubts, n_programs,
+    row_parts, col_parts, doubts, kept, kept_stride, kept_rows, n_programs,
     ROWS: tl.constexpr, COLS: tl.constexpr, MANY_POSITIVES: tl.constexpr, SMOOTH: tl.constexpr, EXACT: tl.constexpr,
-    REPAIR: tl.constexpr, FRESH: tl.constexpr, ID_COLUMNS: tl.constexpr, CELLS: tl.constexpr, MASK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    REPAIR: tl.constexpr, FRESH: tl.constexpr, KEEP: tl.constexpr, ID_COLUMNS: tl.constexpr, CELLS: tl.constexpr,
+    MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
     """Statistics of every tile: (reference, sum of 2^(s2 (u - reference))) of its rows and of its columns.
@@ -191,6 +196,9 @@ def statistics_kernel(
     int32, set where some sum came out too small for that, or where ids have to be compared: tiles that the first launch
     leaves out. A second launch (EXACT, REPAIR) does them: each row and column relative to its own maximum, with its
     positives and without the pairs left out. One launch for all would spill tiles from registers.
+
+    KEEP: the shared exponentials of the first kept_rows rows are stored too. kept: (kept_rows, n_cols) bfloat16, row
+    stride kept_stride, or its descriptor (USE_TMA). Those of tiles in doubt are of no use.
 
     FRESH: the chunk is all there is. What every row has one of is set instead of added to, and the planes hold all
     candidates. Else they hold, with the sign turned, those left out, and are zero where a tile writes none.
@@ -205,8 +213,9 @@ def statistics_kernel(
             while tile < tiles:
                 _tile_statistics(
                     tile, x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, related, related_stride,
-                    s2, row_stats, col_stats, row_stats_stride, col_stats_stride, row_parts, col_parts, doubts, 0,
-                    ROWS, COLS, MANY_POSITIVES, SMOOTH, EXACT, REPAIR, FRESH, ID_COLUMNS, CELLS, MASK,
+                    s2, row_stats, col_stats, row_stats_stride, col_stats_stride, row_parts, col_parts, doubts, kept,
+                    kept_stride, kept_rows, 0,
+                    ROWS, COLS, MANY_POSITIVES, SMOOTH, EXACT, REPAIR, FRESH, KEEP, ID_COLUMNS, CELLS, MASK,
                     BLOCK_M, BLOCK_N, BLOCK_K, GROUP, PRECISION, USE_TMA,
                 )  # fmt: skip
                 tile = tl.min(tl.where(left & (at > tile), at, tiles), 0)
@@ -226,8 +235,9 @@ def statistics_kernel(
         if wanted:
             _tile_statistics(
                 tile, x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, related, related_stride,
-                s2, row_stats, col_stats, row_stats_stride, col_stats_stride, row_parts, col_parts, doubts, listed,
-                ROWS, COLS, MANY_POSITIVES, SMOOTH, EXACT, REPAIR, FRESH, ID_COLUMNS, CELLS, MASK,
+                s2, row_stats, col_stats, row_stats_stride, col_stats_stride, row_parts, col_parts, doubts, kept,
+                kept_stride, kept_rows, listed,
+                ROWS, COLS, MANY_POSITIVES, SMOOTH, EXACT, REPAIR, FRESH, KEEP, ID_COLUMNS, CELLS, MASK,
                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP, PRECISION, USE_TMA,
             )  # fmt: skip
 

@@ -56,16 +56,18 @@ def statistics(
     running = _sides(row_stats, col_stats)
     wanted = row_stats is not None, col_stats is not None
     if exact(precision, rows.embeds.dtype):
-        values = (scale, *running, row_parts, col_parts, None)
-        tiles.launch(statistics_kernel, values, (*wanted, many, left_out, True, False, False))
+        values = (scale, *running, row_parts, col_parts, None, None, 0, 0)
+        tiles.launch(statistics_kernel, values, (*wanted, many, left_out, True, False, False, False))
     else:
         doubts = torch.empty(tiles.tiles_m * tiles.tiles_n, device=device, dtype=torch.int32)
         values = (scale, *running, row_parts, col_parts, doubts)
         if pingpong.suits(rows, cols, False, not tiles.has_ids or related is not None):
             pingpong.statistics(rows, cols, rule, tiles, values, wanted, False, related)
         else:
-            tiles.launch(statistics_kernel, values, (*wanted, many, left_out, False, False, False))
-        tiles.launch(statistics_kernel, values, (*wanted, many, left_out, True, True, False), repair=True)
+            first = (*wanted, many, left_out, False, False, False, False)
+            tiles.launch(statistics_kernel, (*values, None, 0, 0), first)
+        second = (*wanted, many, left_out, True, True, False, False)
+        tiles.launch(statistics_kernel, (*values, None, 0, 0), second, repair=True)
     row_blocks = cdiv(n_rows, _MERGE_ROWS) if row_stats is not None else 0
     col_blocks = cdiv(n_cols, _MERGE_ROWS) if col_stats is not None else 0
     merge = (

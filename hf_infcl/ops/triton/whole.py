@@ -14,6 +14,7 @@ from hf_infcl.ops.sides import Rule, Side
 from hf_infcl.ops.triton import pingpong
 from hf_infcl.ops.triton.configs import TileConfig, interpreted
 from hf_infcl.ops.triton.kernels_gradient import dot_kernel, finish_kernel, gradient_kernel
+from hf_infcl.ops.triton.kernels_kept import reweigh_kernel
 from hf_infcl.ops.triton.kernels_statistics import merge_kernel, statistics_kernel
 from hf_infcl.ops.triton.kernels_weights import weights_kernel
 from hf_infcl.ops.triton.launch import Tiles, launch, operand
@@ -39,10 +40,12 @@ _LARGEST_SPLIT = 2048
 # pairs of 512), but take four launches.
 _LARGEST_FUSED = 8192
 _BAND = 2**26  # entries of G at a time for the vendor's products, 128 MiB in half precision
+_KEPT_BAND = 2**27  # where they hold exponentials first, which spares their product
 _MERGE_ROWS, _MERGE_STEP = 32, 16
 _RUN = 128
 _FINISH_BLOCK = 2048
 _DOT_BLOCK = 8192
+_PART = 32
 
 
 def suits(n: int, dtype: torch.dtype, has_ids: bool, block_size: int | None) -> bool:
@@ -97,6 +100,8 @@ class Batch:
     def __init__(self, images: Tensor, texts: Tensor, scale: Tensor, ids: Tensor | None, rule: Rule, precision: str):
         self.images, self.texts, self.scale, self.ids = images, texts, scale, ids
         self.rule, self.precision = rule, precision
+        # Room for G with a band of exponentials, what they are relative to, and the tiles where they are of no use.
+        self.kept: tuple[Tensor, Tensor, Tensor] | None = None
         self.n, self.depth = images.shape
         self.x, self.y = operand(images), operand(texts)
         self.config = _tile(self.n, images.dtype, precision, images.device)
@@ -119,8 +124,16 @@ class Batch:
         """All rows by all columns."""
         return self._tiles(Side(self.x, 0, self.ids))
 
-    def loss(self, for_rows: bool, for_cols: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss, and the statistics of rows and columns ((0,) where not wanted)."""
+    def _height(self, entries: int) -> int:
+        """Rows of G at a time, of at most so many entries: whole groups of tiles, where there are several bands."""
+        step = self.config.block_m * self.config.group
+        return min(max(entries // self.n // step, 1) * step, self.n)
+
+    def loss(self, for_rows: bool, for_cols: bool, keep: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss, and the statistics of rows and columns ((0,) where not wanted).
+
+        keep: gradients follow. A first band of exponentials is kept for them where the product costs more than memory.
+        """
         tiles, scale, rule = self.tiles, self.scale, self.rule
         n, device = self.n, self.images.device
         many, smooth = tiles.has_ids and rule.duplicates == "positive", rule.label_smoothing > 0
@@ -140,11 +153,17 @@ class Batch:
         if pingpong.suits(*both, not shared, True):
             pingpong.statistics(*both, rule, tiles, values, wanted, True, kind=self.kind)
         else:
-            switches = (*wanted, many, smooth, not shared, False, True)
-            tiles.launch(statistics_kernel, values, switches, kind=self.kind)
+            none = None, 0, 0
+            keep = keep and shared and self._exceeds(_LARGEST_FUSED)
+            if keep:
+                g = empty_matrix(self._height(_KEPT_BAND), n, self.images.dtype, device)
+                self.kept = g, row_parts if for_rows else col_parts, doubts
+                none = tiles.weights(g.view(torch.bfloat16)), g.stride(0), len(g)
+            switches = (*wanted, many, smooth, not shared, False, True, keep)
+            tiles.launch(statistics_kernel, (*values, *none), switches, kind=self.kind)
         if shared:
-            switches = (*wanted, many, smooth, True, True, True)
-            tiles.launch(statistics_kernel, values, switches, repair=True, kind=self.kind)
+            switches = (*wanted, many, smooth, True, True, True, False)
+            tiles.launch(statistics_kernel, (*values, None, 0, 0), switches, repair=True, kind=self.kind)
         launch(
             merge_kernel,
             device,
@@ -202,18 +221,22 @@ class Batch:
     ) -> Gradients:
         """Both gradients by the vendor's products, from as many rows of G at a time as scratch memory holds."""
         images, texts, device = self.images, self.texts, self.images.device
-        n, c = self.n, self.config
+        n = self.n
         need_x, need_y, need_scale = needs
-        height = max(_BAND // n // c.block_m, 1) * c.block_m
-        g = empty_matrix(min(height, n), n, images.dtype, device)
+        kept, self.kept = self.kept, None
+        g = empty_matrix(self._height(_BAND), n, images.dtype, device) if kept is None else kept[0]
+        height = len(g)
         d_x = torch.empty(n, self.depth, device=device) if need_x else None
         d_y = torch.empty(n, self.depth, device=device) if need_y else None
         from_tiles: list[Tensor] = []  # of the scale, where dX is not computed
         for r in parts(n, height):
             band = g[: r.stop - r.start]
-            sums = self._weights(r, band, None if rows is None else rows[:, r], cols, need_scale and not need_x)
-            if sums is not None:
-                from_tiles.append(sums)
+            if kept is not None and r.start == 0 and need_x:
+                self._reweigh(*kept, rows, cols)
+            else:
+                sums = self._weights(r, band, None if rows is None else rows[:, r], cols, need_scale and not need_x)
+                if sums is not None:
+                    from_tiles.append(sums)
             if d_x is not None:
                 matmul(band, texts, "ieee", out=d_x[r], add=False)
             if d_y is not None:
@@ -222,6 +245,28 @@ class Batch:
         if need_scale:
             sum_gu = torch.cat(from_tiles) * share if d_x is None else self._dot(d_x, share)
         return d_x, d_y, sum_gu, self.scale * share
+
+    def _reweigh(self, g: Tensor, references: Tensor, doubts: Tensor, rows: Tensor | None, cols: Tensor | None) -> None:
+        """Makes G of its exponentials, in place; tiles whose exponentials are of no use from the product."""
+        n, height, c, dtype = self.n, len(g), self.config, self.images.dtype
+        wanted = rows is not None, cols is not None
+        stats = rows, cols, 0 if rows is None else rows.stride(0), n
+        last = float(self.rule.label_smoothing), gain(dtype)
+        kind = (self.kind, g.stride(0) % 16)
+        part = min(_PART, c.block_m)
+        launch(
+            reweigh_kernel,
+            g.device,
+            -(-height // c.block_m) * -(-n // c.block_n) * (c.block_m // part),
+            (g.view(torch.bfloat16), g, g.stride(0), height, n, self.scale, references, *stats, doubts, n, *last),
+            (*wanted, c.block_m, c.block_n, part, c.group),
+            warps=4,
+            stages=1,
+            kind=kind,
+        )
+        tiles = self.tiles if height == n else self._tiles(Side(self.x)[:height])
+        values = (self.scale, *stats, tiles.weights(g), g.stride(0), None, doubts, *last)
+        tiles.launch(weights_kernel, values, (*wanted, False, False, False, False, False, True), repair=True, kind=kind)
 
     def _dot(self, d_x: Tensor, share: float) -> Tensor:
         """Parts of share times the sum over all i of x_i . dX_i."""

@@ -1,0 +1,65 @@
+"""G from exponentials that the forward sweep kept, instead of from the product once more.
+
+Logarithms are to base 2 inside the kernel; s2 = s log2(e).
+"""
+
+import triton
+import triton.language as tl
+
+from hf_infcl.ops.triton.kernels_common import LOG2_E, UNSPECIALIZED, exp2, inside, meets_diagonal, own, tile_origin
+
+
+@triton.jit
+def _log_sum_exp(stats, stats_stride, at, there, s2):
+    highest = tl.load(stats + at, mask=there, other=0.0)
+    return highest * s2 + tl.load(stats + stats_stride + at, mask=there, other=0.0) * LOG2_E
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def reweigh_kernel(
+    kept, g, g_stride, n_rows, n_cols, scale, references, row_stats, col_stats, row_stats_stride, col_stats_stride,
+    doubts, all_rows, smoothing, gain,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """G_ij = e_ij (2^(s2 m - r_i) + 2^(s2 m - c_j)) - target, times gain, for the first n_rows of all_rows rows.
+
+    kept: e_ij = 2^(s2 (u_ij - m)) relative to the tile's m, bfloat16. g: the same memory in the embeddings' dtype, row
+    stride g_stride. references: where `statistics_kernel` leaves the tiles' m, row_parts (ROWS) or col_parts. A pair's
+    own e is of no use, for its weight may be 2 - 2 + little: it comes from u_ii, which the statistics hold in float32.
+    doubts: tiles that a second launch of `weights_kernel` (REPAIR) makes. A program makes PART rows of a tile: memory,
+    the bound, is kept busy by many small programs.
+    """
+    tile = tl.program_id(0) // (BLOCK_M // PART)
+    part = tl.program_id(0) % (BLOCK_M // PART)
+    row0, col0 = tile_origin(tile, n_rows, n_cols, BLOCK_M, BLOCK_N, GROUP)
+    if tl.load(doubts + tile) != 0:
+        return
+    s2 = tl.load(scale).to(tl.float32) * LOG2_E
+    rows, cols = row0 + part * PART + tl.arange(0, PART), col0 + tl.arange(0, BLOCK_N)
+    if ROWS:
+        m = tl.load(references + (col0 // BLOCK_N).to(tl.int64) * all_rows + row0) * s2
+        r = _log_sum_exp(row_stats, row_stats_stride, rows, rows < n_rows, s2)
+    else:
+        m = tl.load(references + (row0 // BLOCK_M).to(tl.int64) * n_cols + col0) * s2
+    if COLS:
+        c = _log_sum_exp(col_stats, col_stats_stride, cols, cols < n_cols, s2)
+    place = rows.to(tl.int64)[:, None] * g_stride + cols[None, :]
+    there = inside(rows, cols, n_rows, n_cols)
+    e = tl.load(kept + place, mask=there, other=0.0).to(tl.float32)
+    if ROWS and COLS:
+        w = e * (exp2(m - r)[:, None] + exp2(m - c)[None, :])
+    elif ROWS:
+        w = e * exp2(m - r)[:, None]
+    else:
+        w = e * exp2(m - c)[None, :]
+    if meets_diagonal(row0, col0, 0, BLOCK_M, BLOCK_N):
+        weight = tl.zeros((PART, BLOCK_N), tl.float32)
+        if ROWS:
+            u = tl.load(row_stats + 2 * row_stats_stride + rows, mask=rows < n_rows, other=0.0)
+            weight += exp2(tl.fma(u, s2, -r))[:, None]
+        if COLS:
+            u = tl.load(col_stats + 2 * col_stats_stride + cols, mask=cols < n_cols, other=0.0)
+            weight += exp2(tl.fma(u, s2, -c))[None, :]
+        w = tl.where(own(rows, cols, 0), weight - (ROWS + COLS) * (1 - smoothing), w)
+    tl.store(g + place, (w * gain).to(g.dtype.element_ty), mask=there)
