@@ -27,6 +27,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from hf_infcl.ops.triton import (
     kernels_gradient,
+    kernels_kept,
     kernels_pingpong_statistics,
     kernels_pingpong_weights,
     kernels_sigmoid,
@@ -44,7 +45,7 @@ POINTERS = {
     "col_parts": "fp32", "parts": "fp32", "sum_parts": "fp32", "loss_parts": "fp32", "doubts": "i32",
     "scores": "fp32", "indices": "i64", "keys": "i64", "skipped": "i32", "bounds": "fp32",
     "entries": "i64", "counts": "i32", "wanted": "i32", "left": "i32",
-    "references": "fp32", "kept": "bf16",
+    "references": "fp32",
     "d_x": "fp32", "d_y": "fp32", "sums": "fp32", "factor": "fp32", "out_scale": "fp32",
 }  # fmt: skip
 
@@ -70,13 +71,13 @@ def compile_kernel(
     constants |= switches
     signature: dict[str, str] = {}
     for name in names:
-        if name in constants:
+        if name in constants or (name == "kept" and not switches["KEEP"]):
             signature[name] = "constexpr"
-        elif name in ("x", "y", "g") and engine:
-            rows, width = {"x": (m, k), "y": (n, k), "g": (m, n // 4 if kernel.is_gluon() else n // 2)}[name]
+        elif name in ("x", "y", "g", "kept") and engine:
+            rows, width = {"x": (m, k), "y": (n, k)}.get(name, (m, n // 4 if kernel.is_gluon() else n // 2))
             layout = f",{NVMMASharedLayout(2 * width, 16, 2)!r}" if kernel.is_gluon() else ""
             signature[name] = f"tensordesc<{dtype}[{rows},{width}]{layout}>"
-        elif name in ("x", "y", "g", "out_x", "out_y"):
+        elif name in ("x", "y", "g", "kept", "out_x", "out_y"):
             signature[name] = f"*{dtype}"
         elif name in ("x_ids", "y_ids"):
             signature[name] = "*i64" if ids else "constexpr"
@@ -120,7 +121,7 @@ def main() -> None:
     arguments = parser.parse_args()
     capability = arguments.capability
     both = {"ROWS": True, "COLS": True, "MASK": False, "MANY_POSITIVES": False, "SMOOTH": False, "EXACT": False}
-    forward = {**both, "REPAIR": False, "FRESH": False, "KEEP": False, "kept": None}
+    forward = {**both, "REPAIR": False, "FRESH": False, "KEEP": False}
     backward = {**both, "WANT_SUM": False, "DEFER": False, "REPAIR": False}
     merge = {"ROWS": True, "COLS": True, "MANY_POSITIVES": False, "SMOOTH": False, "FRESH": True, "LOSS": True}
     gradient = {"FOR_X": True, "FOR_Y": True, "WANT_SUM": True, "SPLIT": False, "RUN": 2**30}
@@ -138,6 +139,7 @@ def main() -> None:
     statistics, weights = kernels_statistics.statistics_kernel, kernels_weights.weights_kernel
     jobs: list[tuple[Any, ...]] = [
         (statistics, big, forward, {}),
+        (statistics, big, {**forward, "KEEP": True, "FRESH": True}, {}),
         (statistics, big, {**forward, "MASK": True}, {"ids": 2}),
         (statistics, wide, {**forward, "MASK": True, "EXACT": True, "REPAIR": True}, {"ids": 2}),
         (statistics, big, {**forward, "MANY_POSITIVES": True}, {"ids": 2}),
@@ -180,6 +182,12 @@ def main() -> None:
             kernels_topk_filter.select_kernel,
             (4, 0, 0, 4, 1),
             {"WIDTH": 64, "BLOCK_M": 4},
+            {"copy_engine": False},
+        ),
+        (
+            kernels_kept.reweigh_kernel,
+            (*big[:2], 0, 4, 1),
+            {"ROWS": True, "COLS": True, "PART": 32},
             {"copy_engine": False},
         ),
         (kernels_statistics.merge_kernel, (0, 0, 0, 4, 1), {**merge, "BLOCK": 32, "STEP": 16}, {"copy_engine": False}),

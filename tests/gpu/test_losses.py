@@ -100,6 +100,27 @@ def test_large_batches_take_every_path():
         assert oracles.gradient_error(db, db_ref, scale) < 2**-7
 
 
+@pytest.mark.parametrize("direction", ["both", "image_to_text", "text_to_image"])
+@pytest.mark.parametrize(("n", "d"), [(8192, 1024), (8203, 1040), (12_003, 520), (16_384, 640)])
+def test_gradients_from_exponentials_that_were_kept(n, d, direction):
+    """In one band and more, and where half of the rows lie so far from the others that their tiles are made again."""
+    for kind, scale, shrunk in (("trained", 30.0, 1.0), ("random", 100.0, 0.1), ("opposite", 100.0, 0.1)):
+        x, y = on_device(kind, n, d, torch.bfloat16)
+        x[: n // 2] *= shrunk
+        results = []
+        for dtype in (torch.bfloat16, torch.float64):
+            a, b = (side.to(dtype).requires_grad_() for side in (x, y))
+            s = torch.tensor(scale, device=CUDA, requires_grad=True)
+            loss = contrastive_loss(a, b, s, direction=direction)
+            loss.backward()
+            results.append((loss.item(), a.grad, b.grad, s.grad.item()))
+        (loss, da, db, ds), (loss_ref, da_ref, db_ref, ds_ref) = results
+        assert loss == pytest.approx(loss_ref, rel=1e-5)
+        assert ds == pytest.approx(ds_ref, rel=2**-7, abs=2**-7)
+        assert oracles.gradient_error(da, da_ref, scale) < 2**-7
+        assert oracles.gradient_error(db, db_ref, scale) < 2**-7
+
+
 def test_no_layout_in_memory_gets_the_kernels_of_another():
     """One batch with other strides and alignments: compiled kernels are found again by what they depend on."""
     n, d = 160, 64

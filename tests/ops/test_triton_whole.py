@@ -63,9 +63,8 @@ def test_a_shared_exponential_matches_float64(monkeypatch, dtype, direction, sca
     compare(*pairs("trained", 143, 20), scale, dtype=dtype, device=DEVICE, backend="triton", direction=direction)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kept", [64, 2**26], ids=["a band", "all"])
-def test_gradients_from_exponentials_that_were_kept(monkeypatch, kept, dtype):
+def test_gradients_from_exponentials_that_were_kept(monkeypatch, kept):
     """Also where tiles hold rows far apart, whose exponentials are of no use, and are made from the product again."""
     from hf_infcl.ops.triton import whole
 
@@ -79,7 +78,9 @@ def test_gradients_from_exponentials_that_were_kept(monkeypatch, kept, dtype):
         ("trained", 50.0, "both"), ("random", 100.0, "image_to_text"), ("opposite", 14.0, "text_to_image"),
         ("trained", 2000.0, "both"),
     ):  # fmt: skip
-        compare(*pairs(kind, 150, 20), scale, dtype=dtype, device=DEVICE, backend="triton", direction=direction)
+        compare(
+            *pairs(kind, 150, 20), scale, dtype=torch.bfloat16, device=DEVICE, backend="triton", direction=direction
+        )
     assert len(made) == 4
     assert (max(made) == 150) == (kept > 150**2)
 

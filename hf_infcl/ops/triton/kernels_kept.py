@@ -15,17 +15,17 @@ def _log_sum_exp(stats, stats_stride, at, there, s2):
     return highest * s2 + tl.load(stats + stats_stride + at, mask=there, other=0.0) * LOG2_E
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "all_rows"])
 def reweigh_kernel(
-    kept, g, g_stride, n_rows, n_cols, scale, references, row_stats, col_stats, row_stats_stride, col_stats_stride,
-    doubts, all_rows, smoothing, gain,
+    g, g_stride, n_rows, n_cols, scale, references, row_stats, col_stats, row_stats_stride, col_stats_stride,
+    doubts, all_rows,
     ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """G_ij = e_ij (2^(s2 m - r_i) + 2^(s2 m - c_j)) - target, times gain, for the first n_rows of all_rows rows.
+    """G_ij = e_ij (2^(s2 m - r_i) + 2^(s2 m - c_j)) - target, for the first n_rows of all_rows rows.
 
-    kept: e_ij = 2^(s2 (u_ij - m)) relative to the tile's m, bfloat16. g: the same memory in the embeddings' dtype, row
-    stride g_stride. references: where `statistics_kernel` leaves the tiles' m, row_parts (ROWS) or col_parts. A pair's
+    g: (n_rows, n_cols) bfloat16, row stride g_stride, holds e_ij = 2^(s2 (u_ij - m)) relative to the tile's m and
+    receives G. references: where `statistics_kernel` leaves the tiles' m, row_parts (ROWS) or col_parts. A pair's
     own e is of no use, for its weight may be 2 - 2 + little: it comes from u_ii, which the statistics hold in float32.
     doubts: tiles that a second launch of `weights_kernel` (REPAIR) makes. A program makes PART rows of a tile: memory,
     the bound, is kept busy by many small programs.
@@ -46,7 +46,7 @@ def reweigh_kernel(
         c = _log_sum_exp(col_stats, col_stats_stride, cols, cols < n_cols, s2)
     place = rows.to(tl.int64)[:, None] * g_stride + cols[None, :]
     there = inside(rows, cols, n_rows, n_cols)
-    e = tl.load(kept + place, mask=there, other=0.0).to(tl.float32)
+    e = tl.load(g + place, mask=there, other=0.0).to(tl.float32)
     if ROWS and COLS:
         w = e * (exp2(m - r)[:, None] + exp2(m - c)[None, :])
     elif ROWS:
@@ -61,5 +61,5 @@ def reweigh_kernel(
         if COLS:
             u = tl.load(col_stats + 2 * col_stats_stride + cols, mask=cols < n_cols, other=0.0)
             weight += exp2(tl.fma(u, s2, -c))[None, :]
-        w = tl.where(own(rows, cols, 0), weight - (ROWS + COLS) * (1 - smoothing), w)
-    tl.store(g + place, (w * gain).to(g.dtype.element_ty), mask=there)
+        w = tl.where(own(rows, cols, 0), weight - (ROWS + COLS), w)
+    tl.store(g + place, w.to(g.dtype.element_ty), mask=there)

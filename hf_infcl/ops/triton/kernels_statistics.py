@@ -177,7 +177,7 @@ def _tile_statistics(
         tl.store(col_at + col_plane, col_sum, mask=cols < n_cols)
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "kept_rows"])
 def statistics_kernel(
     x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, related, related_stride, scale,
     row_stats, col_stats, row_stats_stride, col_stats_stride,

@@ -14,6 +14,8 @@ from hf_infcl.ops.triton.launch import Tiles, cdiv, launch
 from hf_infcl.ops.triton.products import empty_weights, gain
 
 _MERGE_ROWS, _MERGE_STEP = 64, 16
+# In place of the exponentials to keep, their row stride and their number of rows.
+NONE_KEPT = None, 0, 0
 
 
 def exact(precision: str, dtype: torch.dtype) -> bool:
@@ -56,7 +58,7 @@ def statistics(
     running = _sides(row_stats, col_stats)
     wanted = row_stats is not None, col_stats is not None
     if exact(precision, rows.embeds.dtype):
-        values = (scale, *running, row_parts, col_parts, None, None, 0, 0)
+        values = (scale, *running, row_parts, col_parts, None, *NONE_KEPT)
         tiles.launch(statistics_kernel, values, (*wanted, many, left_out, True, False, False, False))
     else:
         doubts = torch.empty(tiles.tiles_m * tiles.tiles_n, device=device, dtype=torch.int32)
@@ -65,9 +67,9 @@ def statistics(
             pingpong.statistics(rows, cols, rule, tiles, values, wanted, False, related)
         else:
             first = (*wanted, many, left_out, False, False, False, False)
-            tiles.launch(statistics_kernel, (*values, None, 0, 0), first)
+            tiles.launch(statistics_kernel, (*values, *NONE_KEPT), first)
         second = (*wanted, many, left_out, True, True, False, False)
-        tiles.launch(statistics_kernel, (*values, None, 0, 0), second, repair=True)
+        tiles.launch(statistics_kernel, (*values, *NONE_KEPT), second, repair=True)
     row_blocks = cdiv(n_rows, _MERGE_ROWS) if row_stats is not None else 0
     col_blocks = cdiv(n_cols, _MERGE_ROWS) if col_stats is not None else 0
     merge = (

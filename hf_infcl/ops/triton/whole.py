@@ -5,6 +5,7 @@ makes running statistics, merges into them and finishes with small operations; h
 """
 
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from hf_infcl.ops.triton.kernels_statistics import merge_kernel, statistics_kern
 from hf_infcl.ops.triton.kernels_weights import weights_kernel
 from hf_infcl.ops.triton.launch import Tiles, launch, operand
 from hf_infcl.ops.triton.products import empty_matrix, gain, matmul
-from hf_infcl.ops.triton.softmax import exact
+from hf_infcl.ops.triton.softmax import NONE_KEPT, exact
 
 # In float32 for an incoming gradient of one: of images and of texts, both yet to be multiplied by the last (None: by
 # nothing), and parts of the scale's, yet to be added up.
@@ -153,17 +154,19 @@ class Batch:
         if pingpong.suits(*both, not shared, True):
             pingpong.statistics(*both, rule, tiles, values, wanted, True, kind=self.kind)
         else:
-            none = None, 0, 0
-            keep = keep and shared and self._exceeds(_LARGEST_FUSED)
+            # In float16, whose range they would leave, they would cost three of its bits.
+            keep = keep and shared and self.images.dtype == torch.bfloat16
+            kept: tuple[Any, ...] = NONE_KEPT
             if keep:
-                g = empty_matrix(self._height(_KEPT_BAND), n, self.images.dtype, device)
+                assert doubts is not None
+                g = empty_matrix(self._height(_KEPT_BAND), n, torch.bfloat16, device)
                 self.kept = g, row_parts if for_rows else col_parts, doubts
-                none = tiles.weights(g.view(torch.bfloat16)), g.stride(0), len(g)
+                kept = tiles.weights(g), g.stride(0), len(g)
             switches = (*wanted, many, smooth, not shared, False, True, keep)
-            tiles.launch(statistics_kernel, (*values, *none), switches, kind=self.kind)
+            tiles.launch(statistics_kernel, (*values, *kept), switches, kind=self.kind)
         if shared:
             switches = (*wanted, many, smooth, True, True, True, False)
-            tiles.launch(statistics_kernel, (*values, None, 0, 0), switches, repair=True, kind=self.kind)
+            tiles.launch(statistics_kernel, (*values, *NONE_KEPT), switches, repair=True, kind=self.kind)
         launch(
             merge_kernel,
             device,
@@ -248,24 +251,23 @@ class Batch:
 
     def _reweigh(self, g: Tensor, references: Tensor, doubts: Tensor, rows: Tensor | None, cols: Tensor | None) -> None:
         """Makes G of its exponentials, in place; tiles whose exponentials are of no use from the product."""
-        n, height, c, dtype = self.n, len(g), self.config, self.images.dtype
+        n, height, c = self.n, len(g), self.config
         wanted = rows is not None, cols is not None
         stats = rows, cols, 0 if rows is None else rows.stride(0), n
-        last = float(self.rule.label_smoothing), gain(dtype)
         kind = (self.kind, g.stride(0) % 16)
         part = min(_PART, c.block_m)
         launch(
             reweigh_kernel,
             g.device,
             -(-height // c.block_m) * -(-n // c.block_n) * (c.block_m // part),
-            (g.view(torch.bfloat16), g, g.stride(0), height, n, self.scale, references, *stats, doubts, n, *last),
+            (g, g.stride(0), height, n, self.scale, references, *stats, doubts, n),
             (*wanted, c.block_m, c.block_n, part, c.group),
             warps=4,
             stages=1,
             kind=kind,
         )
         tiles = self.tiles if height == n else self._tiles(Side(self.x)[:height])
-        values = (self.scale, *stats, tiles.weights(g), g.stride(0), None, doubts, *last)
+        values = (self.scale, *stats, tiles.weights(g), g.stride(0), None, doubts, 0.0, 1.0)
         tiles.launch(weights_kernel, values, (*wanted, False, False, False, False, False, True), repair=True, kind=kind)
 
     def _dot(self, d_x: Tensor, share: float) -> Tensor:
