@@ -46,7 +46,7 @@ POINTERS = {
     "scores": "fp32", "indices": "i64", "keys": "i64", "skipped": "i32", "bounds": "fp32",
     "entries": "i64", "counts": "i32", "wanted": "i32", "left": "i32",
     "references": "fp32",
-    "d_x": "fp32", "d_y": "fp32", "sums": "fp32", "factor": "fp32", "out_scale": "fp32",
+    "d_x": "fp32", "d_y": "fp32", "sums": "fp32", "out_scale": "fp32",
 }  # fmt: skip
 
 
@@ -91,9 +91,10 @@ def compile_kernel(
             signature[name] = "fp32" if name in FLOATS else "i32"
         if signature[name] == "constexpr":
             constants.setdefault(name, None)
-    aligned = {"x_stride", "y_stride", "g_stride", "depth"}
     attributes = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] == "*" or name in aligned
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name][0] == "*" or (signature[name] == "i32" and name not in kernel.do_not_specialize)
     }
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
     start = time.perf_counter()
@@ -125,7 +126,7 @@ def main() -> None:
     backward = {**both, "WANT_SUM": False, "DEFER": False, "REPAIR": False}
     merge = {"ROWS": True, "COLS": True, "MANY_POSITIVES": False, "SMOOTH": False, "FRESH": True, "LOSS": True}
     gradient = {"FOR_X": True, "FOR_Y": True, "WANT_SUM": True, "SPLIT": False, "RUN": 2**30}
-    finish = {"FOR_X": True, "FOR_Y": True, "WANT_SCALE": True, "FACTOR": False, "BLOCK": 2048, "STEP": 256}
+    finish = {"FOR_X": True, "FOR_Y": True, "WANT_SCALE": True, "DUE": True, "BLOCK": 2048, "STEP": 256}
     big = (128, 128, 64, 4, 3) if capability >= 90 else (128, 128, 32, 4, 4)
     small = (64, 64, 64, 4, 3)
     strip = (64, 128, 64, 4, 3) if capability >= 90 else (64, 128, 32, 4, 4)
@@ -151,6 +152,8 @@ def main() -> None:
         (weights, big, {**backward, "MANY_POSITIVES": True, "DEFER": True}, {"ids": 2}),
         (weights, wide, {**backward, "MANY_POSITIVES": True, "REPAIR": True}, {"ids": 2}),
         (weights, big, {**backward, "SMOOTH": True}, {}),
+        (statistics, wide, {**forward, "EXACT": True, "REPAIR": True, "FRESH": True}, {"copy_engine": False}),
+        (weights, wide, {**backward, "REPAIR": True}, {"copy_engine": False}),
         (kernels_sigmoid.sigmoid_loss_kernel, big, {"MASK": False}, {}),
         (kernels_sigmoid.sigmoid_weights_kernel, big, {"MASK": False, "WANT_SUM": False}, {}),
         (statistics, (128, 128, 32, 8, 3), forward, {"dtype": "fp32", "precision": "tf32"}),

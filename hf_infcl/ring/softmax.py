@@ -8,6 +8,7 @@ With l_ij = s x_i.y_j, r_i and c_j the log-sum-exp of row i and column j over th
 (Inf-CL, arXiv 2410.17243, sections 3.2 and 3.3.)
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -128,8 +129,7 @@ def softmax_backward(
     engine, s = _engine(images, scale, spec)
     small = _small(engine, images, texts, s, ids, banks, spec, layout)
     if small is not None:
-        made = _made(small, row_data, col_data, spec, needs)
-        return _finished(small.finish, made, grad, images.dtype, scale)
+        return _finished(*_made(small, row_data, col_data, spec, needs), grad, scale)
     mine, travelling = shards(layout, images, texts, ids, banks)
     share = grad.to(engine.accumulator) / (spec.directions * layout.rows * engine.gain)
     all_rows = Statistics(row_data) if spec.for_rows else None
@@ -163,16 +163,17 @@ def softmax_backward(
     return d_images, d_texts, (share * layout.world.sum_(sum_gu)).to(scale.dtype).reshape(scale.shape)
 
 
-# A small batch's gradients as the backend keeps them until the incoming one is known.
+# A small batch's gradients as the backend keeps them until the incoming one is known, and what finishes them then.
 Made = tuple[Tensor | None, ...]
+Finish = Callable[[Made, Tensor, Tensor], Made]
 
 
-def _made(small: Any, row_data: Tensor, col_data: Tensor, spec: Spec, needs: Needs) -> Made:
+def _made(small: Any, row_data: Tensor, col_data: Tensor, spec: Spec, needs: Needs) -> tuple[Made, Finish]:
     return small.gradients(row_data if spec.for_rows else None, col_data if spec.for_cols else None, needs)  # type: ignore[no-any-return]
 
 
-def _finished(finish: Any, made: Made, grad: Tensor, embeds: torch.dtype, scale: Tensor) -> Gradients:
-    d_images, d_texts, d_scale = finish(made, grad, embeds, scale.dtype)
+def _finished(made: Made, finish: Finish, grad: Tensor, scale: Tensor) -> Gradients:
+    d_images, d_texts, d_scale = finish(made, grad, scale)
     return d_images, d_texts, d_scale if d_scale is None or scale.ndim == 0 else d_scale.reshape(scale.shape)
 
 
@@ -199,8 +200,7 @@ class _SoftmaxLoss(torch.autograd.Function):
             # A small batch waits for Python: what can be made here is kept out of autograd's thread.
             ctx.is_ready = small is not None and follows
             if ctx.is_ready:
-                made = _made(small, rows, cols, spec, ctx.needs_input_grad[:3])
-                ctx.finish, ctx.embeds = small.finish, images.dtype
+                made, ctx.finish = _made(small, rows, cols, spec, ctx.needs_input_grad[:3])
                 ctx.save_for_backward(scale, *made)
                 return loss
         ctx.save_for_backward(images, texts, scale, ids, bank_images, bank_texts, bank_ids, rows, cols)
@@ -211,7 +211,7 @@ class _SoftmaxLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.is_ready:
             scale, *made = ctx.saved_tensors
-            return *_finished(ctx.finish, tuple(made), grad, ctx.embeds, scale), *[None] * 7
+            return *_finished(tuple(made), ctx.finish, grad, scale), *[None] * 7
         images, texts, scale, ids, bank_images, bank_texts, bank_ids, rows, cols = ctx.saved_tensors
         banks = bank_images, bank_texts, bank_ids
         with torch.autocast(images.device.type, enabled=False):

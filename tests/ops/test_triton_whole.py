@@ -71,6 +71,7 @@ def test_gradients_from_exponentials_that_were_kept(monkeypatch, kept):
     monkeypatch.setattr(whole, "_LARGEST_EXACT", 0)
     monkeypatch.setattr(whole, "_LARGEST_FUSED", 0)
     monkeypatch.setattr(whole, "_KEPT_BAND", kept)
+    monkeypatch.setattr(whole, "_SHALLOW", 0)
     made = []
     reweigh = whole.Batch._reweigh
     monkeypatch.setattr(whole.Batch, "_reweigh", lambda *given: made.append(len(given[1])) or reweigh(*given))
@@ -82,7 +83,8 @@ def test_gradients_from_exponentials_that_were_kept(monkeypatch, kept):
             *pairs(kind, 150, 20), scale, dtype=torch.bfloat16, device=DEVICE, backend="triton", direction=direction
         )
     assert len(made) == 4
-    assert (max(made) == 150) == (kept > 150**2)
+    # On a GPU a band is 1,024 rows at least.
+    assert (max(made) == 150) == (kept > 150**2 or DEVICE == "cuda")
 
 
 @pytest.mark.parametrize("band", [64, 2**26], ids=["bands", "one band"])

@@ -90,7 +90,7 @@ def gradient_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["length"])
+@triton.jit
 def dot_kernel(a, b, parts, length, share, BLOCK: tl.constexpr):
     """parts: (programs,) float32, share times the sum of a b over BLOCK numbers each. a, b: (length,)."""
     program = tl.program_id(0)
@@ -106,13 +106,13 @@ def _multiply(values, factor, out, at, there):
     tl.store(out + at, product.to(out.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=["length", "n_sums"])
+@triton.jit(do_not_specialize=["n_sums"])
 def finish_kernel(
-    d_x, d_y, sums, factor, grad, out_x, out_y, out_scale, length, n_sums,
-    FOR_X: tl.constexpr, FOR_Y: tl.constexpr, WANT_SCALE: tl.constexpr, FACTOR: tl.constexpr,
+    d_x, d_y, sums, scale, share, grad, out_x, out_y, out_scale, length, n_sums,
+    FOR_X: tl.constexpr, FOR_Y: tl.constexpr, WANT_SCALE: tl.constexpr, DUE: tl.constexpr,
     BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Float32 gradients times the incoming one (and times `factor`: FACTOR), rounded once to the dtypes of their outs.
+    """Float32 gradients times the incoming one, and s share where that is DUE, rounded once to the outs' dtypes.
 
     d_x, d_y, out_x, out_y: (length,). The first programs make out_x, the others out_y. sums: (n_sums,) parts of the
     scale's gradient, which the first program adds up in their order.
@@ -126,8 +126,8 @@ def finish_kernel(
                 at = start + tl.arange(0, STEP)
                 total += tl.load(sums + at, mask=at < n_sums, other=0.0)
             tl.store(out_scale, (tl.sum(total, 0) * by).to(out_scale.dtype.element_ty))
-    if FACTOR:
-        by *= tl.load(factor)
+    if DUE:
+        by *= tl.load(scale).to(tl.float32) * share
     blocks = tl.cdiv(length, BLOCK)
     block = program % blocks
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

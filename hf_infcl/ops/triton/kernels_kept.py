@@ -6,7 +6,7 @@ Logarithms are to base 2 inside the kernel; s2 = s log2(e).
 import triton
 import triton.language as tl
 
-from hf_infcl.ops.triton.kernels_common import LOG2_E, UNSPECIALIZED, exp2, inside, meets_diagonal, own, tile_origin
+from hf_infcl.ops.triton.kernels_common import LOG2_E, exp2, inside, meets_diagonal, own, tile_origin
 
 
 @triton.jit
@@ -15,7 +15,7 @@ def _log_sum_exp(stats, stats_stride, at, there, s2):
     return highest * s2 + tl.load(stats + stats_stride + at, mask=there, other=0.0) * LOG2_E
 
 
-@triton.jit(do_not_specialize=[*UNSPECIALIZED, "all_rows"])
+@triton.jit(do_not_specialize=["n_rows", "row_stats_stride", "col_stats_stride", "all_rows"])
 def reweigh_kernel(
     g, g_stride, n_rows, n_cols, scale, references, row_stats, col_stats, row_stats_stride, col_stats_stride,
     doubts, all_rows,
@@ -33,10 +33,13 @@ def reweigh_kernel(
     tile = tl.program_id(0) // (BLOCK_M // PART)
     part = tl.program_id(0) % (BLOCK_M // PART)
     row0, col0 = tile_origin(tile, n_rows, n_cols, BLOCK_M, BLOCK_N, GROUP)
-    if tl.load(doubts + tile) != 0:
-        return
-    s2 = tl.load(scale).to(tl.float32) * LOG2_E
     rows, cols = row0 + part * PART + tl.arange(0, PART), col0 + tl.arange(0, BLOCK_N)
+    place = rows.to(tl.int64)[:, None] * g_stride + cols[None, :]
+    there = inside(rows, cols, n_rows, n_cols)
+    # Memory is what this waits for: nothing that is read depends on anything else that is.
+    e = tl.load(g + place, mask=there, other=0.0)
+    doubt = tl.load(doubts + tile)
+    s2 = tl.load(scale).to(tl.float32) * LOG2_E
     if ROWS:
         m = tl.load(references + (col0 // BLOCK_N).to(tl.int64) * all_rows + row0) * s2
         r = _log_sum_exp(row_stats, row_stats_stride, rows, rows < n_rows, s2)
@@ -44,9 +47,7 @@ def reweigh_kernel(
         m = tl.load(references + (row0 // BLOCK_M).to(tl.int64) * n_cols + col0) * s2
     if COLS:
         c = _log_sum_exp(col_stats, col_stats_stride, cols, cols < n_cols, s2)
-    place = rows.to(tl.int64)[:, None] * g_stride + cols[None, :]
-    there = inside(rows, cols, n_rows, n_cols)
-    e = tl.load(g + place, mask=there, other=0.0).to(tl.float32)
+    e = e.to(tl.float32)
     if ROWS and COLS:
         w = e * (exp2(m - r)[:, None] + exp2(m - c)[None, :])
     elif ROWS:
@@ -62,4 +63,5 @@ def reweigh_kernel(
             u = tl.load(col_stats + 2 * col_stats_stride + cols, mask=cols < n_cols, other=0.0)
             weight += exp2(tl.fma(u, s2, -c))[None, :]
         w = tl.where(own(rows, cols, 0), weight - (ROWS + COLS), w)
-    tl.store(g + place, w.to(g.dtype.element_ty), mask=there)
+    if doubt == 0:
+        tl.store(g + place, w.to(g.dtype.element_ty), mask=there)

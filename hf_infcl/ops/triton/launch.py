@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,7 +61,8 @@ def launch(
     if _INTERPRETED:
         kernel[(programs,)](*values, *constants, num_warps=warps, num_stages=stages)
         return
-    key = (kernel, device, warps, stages, constants, tuple(map(_trait, values)) if kind is None else kind)
+    # Triton's own hash of a kernel costs more than that of its function.
+    key = (kernel.fn, device, warps, stages, constants, tuple(map(_trait, values)) if kind is None else kind)
     found = _compiled.get(key)
     with on(device):
         if found is None:
@@ -162,6 +163,15 @@ class Tiles:
     def arguments(self) -> dict[str, Any]:
         """The shared arguments by name."""
         return dict(zip(_VALUES + _CONSTANTS, self.values + self.constants, strict=True))
+
+    @property
+    def by_pointers(self) -> "Tiles":
+        """The same tiles without the copy engine: for launches that read few, for its descriptors cost the host."""
+        if not self.uses_tma:
+            return self
+        x, y, *others = self.values
+        constants = (*self.constants[:-1], False)
+        return replace(self, values=(x.base, y.base, *others), constants=constants, uses_tma=False)
 
     def weights(self, g: Tensor) -> Any:
         """A chunk of G as the kernels take it."""

@@ -4,7 +4,8 @@ Up to some 8,192 pairs the GPU waits for the host; what counts is how little Pyt
 makes running statistics, merges into them and finishes with small operations; here the kernels make, merge and finish.
 """
 
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,9 +23,8 @@ from hf_infcl.ops.triton.launch import Tiles, launch, operand
 from hf_infcl.ops.triton.products import empty_matrix, gain, matmul
 from hf_infcl.ops.triton.softmax import NONE_KEPT, exact
 
-# In float32 for an incoming gradient of one: of images and of texts, both yet to be multiplied by the last (None: by
-# nothing), and parts of the scale's, yet to be added up.
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+# In float32 for an incoming gradient of one: of images, of texts, and parts of the scale's, yet to be added up.
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 LARGEST = 16_384
 # From so many terms in the product of images and texts the GPU is what a step waits for, however few the pairs.
@@ -42,6 +42,7 @@ _LARGEST_SPLIT = 2048
 _LARGEST_FUSED = 8192
 _BAND = 2**26  # entries of G at a time for the vendor's products, 128 MiB in half precision
 _KEPT_BAND = 2**27  # where they hold exponentials first, which spares their product
+_SHALLOW = 512  # up to this depth the product costs no more than what spares it
 _MERGE_ROWS, _MERGE_STEP = 32, 16
 _RUN = 128
 _FINISH_BLOCK = 2048
@@ -64,26 +65,32 @@ def _tile(n: int, dtype: torch.dtype, precision: str, device: torch.device) -> T
     return TileConfig(128, 128, 64, 4, 3) if n > 2048 else TileConfig(64, 64, 64, 4, 3, copy_engine=False)
 
 
-def finish(
-    made: Gradients, grad: Tensor, dtype: torch.dtype, scale_dtype: torch.dtype
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients for an incoming one, a scalar, each rounded once: of images and texts to dtype, of the scale."""
-    d_x, d_y, sums, factor = made
+def finish(made: Gradients, grad: Tensor, scale: Tensor, dtype: torch.dtype, share: float | None) -> Gradients:
+    """The gradients for an incoming one, a scalar, each rounded once: of images and texts to dtype, of the scale.
+
+    share: what those of images and texts are yet to be multiplied by, with the scale; None: by nothing.
+    """
+    d_x, d_y, sums = made
     some = d_x if d_x is not None else d_y
     length = 1 if some is None else some.numel()
     out_x, out_y = (None if d is None else torch.empty_like(d, dtype=dtype) for d in (d_x, d_y))
-    out_scale = None if sums is None else torch.empty((), device=grad.device, dtype=scale_dtype)
+    out_scale = None if sums is None else torch.empty((), device=grad.device, dtype=scale.dtype)
     for_x, for_y = d_x is not None, d_y is not None
+    values = d_x, d_y, sums, scale, share or 0.0, grad, out_x, out_y, out_scale
     launch(
         finish_kernel,
         grad.device,
         -(-length // _FINISH_BLOCK) * max(for_x + for_y, 1),
-        (d_x, d_y, sums, factor, grad, out_x, out_y, out_scale, length, 0 if sums is None else sums.numel()),
-        (for_x, for_y, sums is not None, factor is not None, _FINISH_BLOCK, 256),
+        (*values, length, 0 if sums is None else sums.numel()),
+        (for_x, for_y, sums is not None, share is not None, _FINISH_BLOCK, 256),
         warps=4,
         stages=1,
     )
     return out_x, out_y, out_scale
+
+
+# The incoming gradient and the scale -> the gradients of images, texts and scale.
+Finish = Callable[[Gradients, Tensor, Tensor], Gradients]
 
 
 class Batch:
@@ -95,8 +102,6 @@ class Batch:
         ids: (n, m) int64 or None.
         rule, precision: as everywhere.
     """
-
-    finish = staticmethod(finish)
 
     def __init__(self, images: Tensor, texts: Tensor, scale: Tensor, ids: Tensor | None, rule: Rule, precision: str):
         self.images, self.texts, self.scale, self.ids = images, texts, scale, ids
@@ -125,9 +130,9 @@ class Batch:
         """All rows by all columns."""
         return self._tiles(Side(self.x, 0, self.ids))
 
-    def _height(self, entries: int) -> int:
-        """Rows of G at a time, of at most so many entries: whole groups of tiles, where there are several bands."""
-        step = self.config.block_m * self.config.group
+    def _height(self, entries: int, together: int) -> int:
+        """Rows of G at a time, of at most so many entries: so many rows of tiles together, where not all."""
+        step = self.config.block_m * together
         return min(max(entries // self.n // step, 1) * step, self.n)
 
     def loss(self, for_rows: bool, for_cols: bool, keep: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,18 +160,18 @@ class Batch:
             pingpong.statistics(*both, rule, tiles, values, wanted, True, kind=self.kind)
         else:
             # In float16, whose range they would leave, they would cost three of its bits.
-            keep = keep and shared and self.images.dtype == torch.bfloat16
+            keep = keep and shared and self.images.dtype == torch.bfloat16 and self.depth > _SHALLOW
             kept: tuple[Any, ...] = NONE_KEPT
             if keep:
                 assert doubts is not None
-                g = empty_matrix(self._height(_KEPT_BAND), n, torch.bfloat16, device)
+                g = empty_matrix(self._height(_KEPT_BAND, self.config.group), n, torch.bfloat16, device)
                 self.kept = g, row_parts if for_rows else col_parts, doubts
                 kept = tiles.weights(g), g.stride(0), len(g)
             switches = (*wanted, many, smooth, not shared, False, True, keep)
             tiles.launch(statistics_kernel, (*values, *kept), switches, kind=self.kind)
         if shared:
             switches = (*wanted, many, smooth, True, True, True, False)
-            tiles.launch(statistics_kernel, (*values, *NONE_KEPT), switches, repair=True, kind=self.kind)
+            tiles.by_pointers.launch(statistics_kernel, (*values, *NONE_KEPT), switches, repair=True, kind=self.kind)
         launch(
             merge_kernel,
             device,
@@ -182,16 +187,19 @@ class Batch:
         )  # fmt: skip
         return losses.sum(), rows, cols
 
-    def gradients(self, rows: Tensor | None, cols: Tensor | None, needs: tuple[bool, bool, bool]) -> Gradients:
-        """Gradients of images, texts and scale, None where not needed, as `finish` takes them.
+    def gradients(
+        self, rows: Tensor | None, cols: Tensor | None, needs: tuple[bool, bool, bool]
+    ) -> tuple[Gradients, Finish]:
+        """Gradients of images, texts and scale, None where not needed, and what finishes them once one comes in.
 
         Args:
             rows, cols: their statistics; None: not anchors.
         """
         n, dtype = self.n, self.images.dtype
         share = 1.0 / (((rows is not None) + (cols is not None)) * n * gain(dtype))
-        made = self._by_bands if dtype != torch.float32 and self._exceeds(_LARGEST_FUSED) else self._fused
-        return made(rows, cols, needs, share)
+        by_bands = dtype != torch.float32 and self._exceeds(_LARGEST_FUSED)
+        made = (self._by_bands if by_bands else self._fused)(rows, cols, needs, share)
+        return made, partial(finish, dtype=dtype, share=share if by_bands else None)
 
     def _weights(self, r: slice, g: Tensor, rows: Tensor | None, cols: Tensor | None, want_sum: bool) -> Tensor | None:
         """Writes G of rows r (`rows`: their statistics) by all columns; sums of G u of its tiles, if wanted."""
@@ -227,27 +235,30 @@ class Batch:
         n = self.n
         need_x, need_y, need_scale = needs
         kept, self.kept = self.kept, None
-        g = empty_matrix(self._height(_BAND), n, images.dtype, device) if kept is None else kept[0]
+        g = empty_matrix(self._height(_BAND, 1), n, images.dtype, device) if kept is None else kept[0]
         height = len(g)
         d_x = torch.empty(n, self.depth, device=device) if need_x else None
         d_y = torch.empty(n, self.depth, device=device) if need_y else None
         from_tiles: list[Tensor] = []  # of the scale, where dX is not computed
         for r in parts(n, height):
-            band = g[: r.stop - r.start]
+            band, own, out, of_rows = g, images, d_x, rows
+            if height < n:  # views cost the host
+                band, own = g[: r.stop - r.start], images[r]
+                out, of_rows = None if d_x is None else d_x[r], None if rows is None else rows[:, r]
             if kept is not None and r.start == 0 and need_x:
                 self._reweigh(*kept, rows, cols)
             else:
-                sums = self._weights(r, band, None if rows is None else rows[:, r], cols, need_scale and not need_x)
+                sums = self._weights(r, band, of_rows, cols, need_scale and not need_x)
                 if sums is not None:
                     from_tiles.append(sums)
-            if d_x is not None:
-                matmul(band, texts, "ieee", out=d_x[r], add=False)
+            if out is not None:
+                matmul(band, texts, "ieee", out=out, add=False)
             if d_y is not None:
-                matmul(band.T, images[r], "ieee", out=d_y, add=r.start > 0)
+                matmul(band.T, own, "ieee", out=d_y, add=r.start > 0)
         sum_gu = None
         if need_scale:
             sum_gu = torch.cat(from_tiles) * share if d_x is None else self._dot(d_x, share)
-        return d_x, d_y, sum_gu, self.scale * share
+        return d_x, d_y, sum_gu
 
     def _reweigh(self, g: Tensor, references: Tensor, doubts: Tensor, rows: Tensor | None, cols: Tensor | None) -> None:
         """Makes G of its exponentials, in place; tiles whose exponentials are of no use from the product."""
@@ -267,15 +278,16 @@ class Batch:
             kind=kind,
         )
         tiles = self.tiles if height == n else self._tiles(Side(self.x)[:height])
-        values = (self.scale, *stats, tiles.weights(g), g.stride(0), None, doubts, 0.0, 1.0)
-        tiles.launch(weights_kernel, values, (*wanted, False, False, False, False, False, True), repair=True, kind=kind)
+        values = (self.scale, *stats, g, g.stride(0), None, doubts, 0.0, 1.0)
+        switches = (*wanted, False, False, False, False, False, True)
+        tiles.by_pointers.launch(weights_kernel, values, switches, repair=True, kind=kind)
 
     def _dot(self, d_x: Tensor, share: float) -> Tensor:
         """Parts of share times the sum over all i of x_i . dX_i."""
         length = d_x.numel()
         sums = torch.empty(-(-length // _DOT_BLOCK), device=d_x.device)
-        values = (self.images.contiguous(), d_x, sums, length, share)
-        launch(dot_kernel, d_x.device, len(sums), values, (_DOT_BLOCK,), warps=8, stages=1)
+        values = (self.x.contiguous(), d_x, sums, length, share)
+        launch(dot_kernel, d_x.device, len(sums), values, (_DOT_BLOCK,), warps=8, stages=1, kind=self.kind)
         return sums
 
     def _fused(
@@ -293,7 +305,7 @@ class Batch:
         # Where dX is not computed, the scale's gradient comes from the tiles of G.
         sums = self._weights(slice(0, n), g[:, :n], rows, cols, need_scale and not need_x)
         if not (need_x or need_y):
-            return None, None, None if sums is None else sums * share, None
+            return None, None, None if sums is None else sums * share
         block_d = 16 if depth <= 16 else 32 if depth <= 32 else 64 if depth <= 64 else c.block_n
         programs = -(-n // c.block_m) * -(-depth // block_d)
         dot_sums = torch.empty(programs, device=device) if need_scale and need_x else None
@@ -315,5 +327,5 @@ class Batch:
             self.kind,
         )  # fmt: skip
         if dot_sums is not None:
-            return d_x, d_y, dot_sums, None
-        return d_x, d_y, None if sums is None else sums * share, None
+            return d_x, d_y, dot_sums
+        return d_x, d_y, None if sums is None else sums * share
