@@ -190,7 +190,7 @@ def main() -> None:
         (
             kernels_kept.reweigh_kernel,
             (*big[:2], 0, 4, 1),
-            {"ROWS": True, "COLS": True, "PART": 32},
+            {"ROWS": True, "COLS": True, "PART": 16, "BLOCK_K": 32},
             {"copy_engine": False},
         ),
         (kernels_statistics.merge_kernel, (0, 0, 0, 4, 1), {**merge, "BLOCK": 32, "STEP": 16}, {"copy_engine": False}),

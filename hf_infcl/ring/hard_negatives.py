@@ -27,7 +27,7 @@ from hf_infcl.ops.topk import (
     probabilities,
     selected_statistics,
 )
-from hf_infcl.ring.derivatives import first_derivative_only
+from hf_infcl.ring.derivatives import first_derivative_only, without_autocast
 from hf_infcl.ring.layout import Layout
 from hf_infcl.ring.rounds import Yield, around
 from hf_infcl.ring.shards import Shard, blocks
@@ -264,7 +264,7 @@ class _HardNegativeLoss(torch.autograd.Function):
         layout: Layout,
     ) -> tuple[Tensor, Tensor]:
         banks = bank_images, bank_texts, bank_ids
-        with torch.autocast(images.device.type, enabled=False):
+        with without_autocast(images.device):
             loss, counts, *found = hard_negative_forward(images, texts, scale, ids, banks, spec, layout)
         ctx.save_for_backward(images, texts, scale, ids, *banks, *found)
         ctx.spec, ctx.layout = spec, layout
@@ -276,7 +276,7 @@ class _HardNegativeLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         images, texts, scale, ids, bank_images, bank_texts, bank_ids, *found = ctx.saved_tensors
         banks, needs = (bank_images, bank_texts, bank_ids), ctx.needs_input_grad[:3]
-        with torch.autocast(images.device.type, enabled=False):
+        with without_autocast(images.device):
             gradients = hard_negative_backward(
                 grad, images, texts, scale, ids, banks, tuple(found), ctx.spec, ctx.layout, needs
             )

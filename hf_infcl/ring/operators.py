@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_infcl.ring.derivatives import without_autocast
+
 Gradients = Sequence[Tensor | None]
 
 
@@ -35,11 +37,11 @@ def differentiable(
     tensors = inputs.count("Tensor")
 
     def go(*arguments: Any) -> list[Tensor]:
-        with torch.autocast(arguments[0].device.type, enabled=False):
+        with without_autocast(arguments[0].device):
             return list(forward(*arguments))
 
     def go_back(grad: Tensor, found: list[Tensor], needs: list[bool], *arguments: Any) -> list[Tensor]:
-        with torch.autocast(grad.device.type, enabled=False):
+        with without_autocast(grad.device):
             return [one for one in backward(grad, found, tuple(needs), *arguments) if one is not None]
 
     def shapes_back(_: Tensor, __: list[Tensor], needs: list[bool], *arguments: Any) -> list[Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_infcl.ops import Engine, Weights, chunks
-from hf_infcl.ring.derivatives import first_derivative_only
+from hf_infcl.ring.derivatives import first_derivative_only, without_autocast
 from hf_infcl.ring.layout import Layout
 from hf_infcl.ring.rounds import Yield, around
 from hf_infcl.ring.shards import Block, Shard, blocks
@@ -142,7 +142,7 @@ class _SigmoidLoss(torch.autograd.Function):
         differentiated: bool,
     ) -> Tensor:
         needs = ctx.needs_input_grad[:4]
-        with torch.autocast(images.device.type, enabled=False):
+        with without_autocast(images.device):
             if not (differentiated and any(needs)):
                 return sigmoid_forward(images, texts, scale, bias, ids, spec, layout)
             loss, made = sigmoid_forward_and_gradients(images, texts, scale, bias, ids, spec, layout, needs)

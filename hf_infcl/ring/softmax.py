@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_infcl.ops import Engine, Statistics, Weights, block_statistics
-from hf_infcl.ring.derivatives import first_derivative_only
+from hf_infcl.ring.derivatives import first_derivative_only, without_autocast
 from hf_infcl.ring.layout import Layout
 from hf_infcl.ring.rounds import Yield, around
 from hf_infcl.ring.shards import Block, Shard, blocks
@@ -194,7 +194,7 @@ class _SoftmaxLoss(torch.autograd.Function):
     ) -> Tensor:
         banks = bank_images, bank_texts, bank_ids
         ctx.spec, ctx.layout = spec, layout
-        with torch.autocast(images.device.type, enabled=False):
+        with without_autocast(images.device):
             follows = differentiated and any(ctx.needs_input_grad)
             small, (loss, rows, cols) = _forward(images, texts, scale, ids, banks, spec, layout, follows)
             # A small batch waits for Python: what can be made here is kept out of autograd's thread.
@@ -214,7 +214,7 @@ class _SoftmaxLoss(torch.autograd.Function):
             return *_finished(tuple(made), ctx.finish, grad, scale), *[None] * 7
         images, texts, scale, ids, bank_images, bank_texts, bank_ids, rows, cols = ctx.saved_tensors
         banks = bank_images, bank_texts, bank_ids
-        with torch.autocast(images.device.type, enabled=False):
+        with without_autocast(images.device):
             gradients = softmax_backward(
                 grad, images, texts, scale, ids, banks, rows, cols, ctx.spec, ctx.layout, ctx.needs_input_grad[:3]
             )

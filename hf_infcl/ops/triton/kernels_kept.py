@@ -6,7 +6,7 @@ Logarithms are to base 2 inside the kernel; s2 = s log2(e).
 import triton
 import triton.language as tl
 
-from hf_infcl.ops.triton.kernels_common import LOG2_E, exp2, inside, meets_diagonal, own, tile_origin
+from hf_infcl.ops.triton.kernels_common import LOG2_E, exp2, inside, meets_diagonal, own, product, tile_origin
 
 
 @triton.jit
@@ -17,26 +17,27 @@ def _log_sum_exp(stats, stats_stride, at, there, s2):
 
 @triton.jit(do_not_specialize=["n_rows", "row_stats_stride", "col_stats_stride", "all_rows"])
 def reweigh_kernel(
-    g, g_stride, n_rows, n_cols, scale, references, row_stats, col_stats, row_stats_stride, col_stats_stride,
-    doubts, all_rows,
-    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
-    GROUP: tl.constexpr,
+    x, y, x_stride, y_stride, depth, g, g_stride, n_rows, n_cols, scale, references, row_stats, col_stats,
+    row_stats_stride, col_stats_stride, doubts, all_rows,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PART: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """G_ij = e_ij (2^(s2 m - r_i) + 2^(s2 m - c_j)) - target, for the first n_rows of all_rows rows.
 
     g: (n_rows, n_cols) bfloat16, row stride g_stride, holds e_ij = 2^(s2 (u_ij - m)) relative to the tile's m and
     receives G. references: where `statistics_kernel` leaves the tiles' m, row_parts (ROWS) or col_parts. A pair's
     own e is of no use, for its weight may be 2 - 2 + little: it comes from u_ii, which the statistics hold in float32.
-    doubts: tiles that a second launch of `weights_kernel` (REPAIR) makes. A program makes PART rows of a tile: memory,
-    the bound, is kept busy by many small programs.
+    doubts: tiles whose e are of no use; they are few, and made from the product of x and y, as they are read anywhere
+    else by pointers. A program makes PART rows of a tile: memory, the bound, is kept busy by many small programs.
     """
     tile = tl.program_id(0) // (BLOCK_M // PART)
     part = tl.program_id(0) % (BLOCK_M // PART)
     row0, col0 = tile_origin(tile, n_rows, n_cols, BLOCK_M, BLOCK_N, GROUP)
-    rows, cols = row0 + part * PART + tl.arange(0, PART), col0 + tl.arange(0, BLOCK_N)
+    first = row0 + part * PART
+    rows, cols = first + tl.arange(0, PART), col0 + tl.arange(0, BLOCK_N)
     place = rows.to(tl.int64)[:, None] * g_stride + cols[None, :]
     there = inside(rows, cols, n_rows, n_cols)
-    # Memory is what this waits for: nothing that is read depends on anything else that is.
+    # Nothing that is read here depends on anything else that is: to wait once is what a program mostly does.
     e = tl.load(g + place, mask=there, other=0.0)
     doubt = tl.load(doubts + tile)
     s2 = tl.load(scale).to(tl.float32) * LOG2_E
@@ -47,13 +48,21 @@ def reweigh_kernel(
         m = tl.load(references + (row0 // BLOCK_M).to(tl.int64) * n_cols + col0) * s2
     if COLS:
         c = _log_sum_exp(col_stats, col_stats_stride, cols, cols < n_cols, s2)
-    e = e.to(tl.float32)
-    if ROWS and COLS:
-        w = e * (exp2(m - r)[:, None] + exp2(m - c)[None, :])
-    elif ROWS:
-        w = e * exp2(m - r)[:, None]
+    w = tl.zeros((PART, BLOCK_N), tl.float32)
+    if doubt == 0:
+        if ROWS:
+            w += exp2(m - r)[:, None]
+        if COLS:
+            w += exp2(m - c)[None, :]
+        w *= e.to(tl.float32)
     else:
-        w = e * exp2(m - c)[None, :]
+        z = s2 * product(
+            x, y, x_stride, y_stride, n_rows, n_cols, depth, first, col0, PART, BLOCK_N, BLOCK_K, "ieee", False
+        )
+        if ROWS:
+            w += exp2(z - r[:, None])
+        if COLS:
+            w += exp2(z - c[None, :])
     if meets_diagonal(row0, col0, 0, BLOCK_M, BLOCK_N):
         weight = tl.zeros((PART, BLOCK_N), tl.float32)
         if ROWS:
@@ -63,5 +72,4 @@ def reweigh_kernel(
             u = tl.load(col_stats + 2 * col_stats_stride + cols, mask=cols < n_cols, other=0.0)
             weight += exp2(tl.fma(u, s2, -c))[None, :]
         w = tl.where(own(rows, cols, 0), weight - (ROWS + COLS), w)
-    if doubt == 0:
-        tl.store(g + place, w.to(g.dtype.element_ty), mask=there)
+    tl.store(g + place, w.to(g.dtype.element_ty), mask=there)

@@ -3,6 +3,7 @@
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -164,7 +165,7 @@ class Tiles:
         """The shared arguments by name."""
         return dict(zip(_VALUES + _CONSTANTS, self.values + self.constants, strict=True))
 
-    @property
+    @cached_property
     def by_pointers(self) -> "Tiles":
         """The same tiles without the copy engine: for launches that read few, for its descriptors cost the host."""
         if not self.uses_tma:

@@ -47,7 +47,7 @@ _MERGE_ROWS, _MERGE_STEP = 32, 16
 _RUN = 128
 _FINISH_BLOCK = 2048
 _DOT_BLOCK = 8192
-_PART = 32
+_PART, _PART_DEPTH = 16, 32
 
 
 def suits(n: int, dtype: torch.dtype, has_ids: bool, block_size: int | None) -> bool:
@@ -261,26 +261,22 @@ class Batch:
         return d_x, d_y, sum_gu
 
     def _reweigh(self, g: Tensor, references: Tensor, doubts: Tensor, rows: Tensor | None, cols: Tensor | None) -> None:
-        """Makes G of its exponentials, in place; tiles whose exponentials are of no use from the product."""
-        n, height, c = self.n, len(g), self.config
-        wanted = rows is not None, cols is not None
-        stats = rows, cols, 0 if rows is None else rows.stride(0), n
-        kind = (self.kind, g.stride(0) % 16)
+        """Makes G of its exponentials, in place."""
+        n, height, c, x, y = self.n, len(g), self.config, self.x, self.y
         part = min(_PART, c.block_m)
         launch(
             reweigh_kernel,
             g.device,
             -(-height // c.block_m) * -(-n // c.block_n) * (c.block_m // part),
-            (g, g.stride(0), height, n, self.scale, references, *stats, doubts, n),
-            (*wanted, c.block_m, c.block_n, part, c.group),
+            (
+                x, y, x.stride(0), y.stride(0), self.depth, g, g.stride(0), height, n, self.scale, references, rows,
+                cols, 0 if rows is None else rows.stride(0), n, doubts, n,
+            ),
+            (rows is not None, cols is not None, c.block_m, c.block_n, _PART_DEPTH, part, c.group),
             warps=4,
             stages=1,
-            kind=kind,
-        )
-        tiles = self.tiles if height == n else self._tiles(Side(self.x)[:height])
-        values = (self.scale, *stats, g, g.stride(0), None, doubts, 0.0, 1.0)
-        switches = (*wanted, False, False, False, False, False, True)
-        tiles.by_pointers.launch(weights_kernel, values, switches, repair=True, kind=kind)
+            kind=(self.kind, g.stride(0) % 16),
+        )  # fmt: skip
 
     def _dot(self, d_x: Tensor, share: float) -> Tensor:
         """Parts of share times the sum over all i of x_i . dX_i."""
