@@ -43,6 +43,7 @@ FLOATS = {"smoothing", "gain", "share"}
 POINTERS = {
     "scale": "fp32", "bias": "fp32", "grad": "fp32", "row_stats": "fp32", "col_stats": "fp32", "row_parts": "fp32",
     "col_parts": "fp32", "parts": "fp32", "sum_parts": "fp32", "loss_parts": "fp32", "doubts": "i32",
+    "loss": "fp32", "counter": "fp32",
     "scores": "fp32", "indices": "i64", "keys": "i64", "skipped": "i32", "bounds": "fp32",
     "entries": "i64", "counts": "i32", "wanted": "i32", "left": "i32",
     "references": "fp32",

@@ -27,6 +27,7 @@ import triton
 from hf_infcl.ops import Engine, Rule, Side, Statistics
 from hf_infcl.ops.triton import pingpong
 from hf_infcl.ops.triton.configs import TileConfig
+from hf_infcl.ops.triton.launch import Tiles
 from hf_infcl.ops.triton.softmax import exact, softmax_weights, statistics
 
 # Rows, columns and depth of a tile, warps. Stages are tried besides.
@@ -90,7 +91,7 @@ def main() -> None:
         for shape, stages, group in itertools.product(shapes, arguments.stages, arguments.groups):
             found.append(measured(step, TileConfig(*shape, stages, group), 2 * n * n * d))
             print(line(name, found[-1]), flush=True)
-        if pingpong.suits(rows, cols, exact(precision, dtype), True):
+        if pingpong.suits(Tiles.of("statistics", rows, cols, rule, engine.precision), exact(precision, dtype)):
             ms = bench.median_ms(step, "cuda", 60)
             results[f"{name}, two groups in turn"] = {"ms": ms, "tflops": 2 * n * n * d / ms / 1e9}
             print(f"{name:10} two groups in turn {ms:7.3f} ms {2 * n * n * d / ms / 1e9:5.0f} TFLOP/s", flush=True)

@@ -4,7 +4,7 @@ Nothing here knows of modules, processes or trainers, and nothing here imports t
 """
 
 from hf_infcl.ops.blocks import Engine, Weights, block_gradient, block_statistics, inner_product
-from hf_infcl.ops.chunks import chunks
+from hf_infcl.ops.chunks import Pieces, chunks
 from hf_infcl.ops.dispatch import BACKENDS, PRECISIONS, resolve_backend, resolve_precision
 from hf_infcl.ops.sides import Rule, Side
 from hf_infcl.ops.statistics import Statistics
@@ -16,6 +16,7 @@ __all__ = [
     "PRECISIONS",
     "Engine",
     "Limits",
+    "Pieces",
     "Rule",
     "Side",
     "Statistics",

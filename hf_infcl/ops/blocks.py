@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_infcl.ops.chunks import chunks, parts
+from hf_infcl.ops.chunks import Pieces, chunks, parts
 from hf_infcl.ops.dispatch import resolve_backend, resolve_precision, tiles
 from hf_infcl.ops.sides import Rule, Side
 from hf_infcl.ops.statistics import COUNT, TOTAL, Statistics
@@ -57,7 +57,7 @@ class Engine:
         if way is None:
             return None
         has_ids = ids is not None and rule.duplicates != "keep"
-        if not way.suits(len(images), self.dtype, has_ids, self.block_size):
+        if not way.suits(images.shape[0], self.dtype, has_ids, self.block_size):
             return None
         return way.Batch(images, texts, scale, ids, rule, self.precision)
 
@@ -84,22 +84,14 @@ def block_statistics(
 
     InfoNCE's forward: one product of 2 N^2 D operations (Inf-CL, arXiv 2410.17243, section 3).
     """
-    related = engine.relate(rows, cols, rule)
+    related, statistics = engine.relate(rows, cols, rule), engine.tiles.statistics
+    mine, theirs, of_mine, of_theirs = map(Pieces, (rows, cols, row_stats, col_stats))
     for r, c in chunks(rows, cols, engine.chunk_shape(forward=True)):
-        engine.tiles.statistics(
-            rows[r],
-            cols[c],
-            scale,
-            rule,
-            None if row_stats is None else row_stats[r],
-            None if col_stats is None else col_stats[c],
-            engine.precision,
-            related(r, c),
-        )
+        statistics(mine[r], theirs[c], scale, rule, of_mine[r], of_theirs[c], engine.precision, related(r, c))
     if rule.label_smoothing:
-        for stats, mine, theirs in ((row_stats, rows, cols), (col_stats, cols, rows)):
+        for stats, own, others in ((row_stats, rows, cols), (col_stats, cols, rows)):
             if stats is not None:
-                _count_all(stats, mine, theirs)
+                _count_all(stats, own, others)
 
 
 def _count_all(stats: Statistics, mine: Side, theirs: Side) -> None:
@@ -153,6 +145,7 @@ def block_gradient(
     height, width = engine.chunk_shape()
     sum_gu = torch.zeros((), device=engine.device, dtype=accumulator)
     g: Tensor | None = None
+    columns, d_columns = Pieces(cols.embeds), Pieces(d_cols)
     for r in parts(len(rows), height):
         x = rows.embeds[r]
         d_x: Tensor | None = None
@@ -160,11 +153,11 @@ def block_gradient(
             g = None  # before the next is made, so that there is one at a time
             g, gu = weights(r, c, want_sum and d_rows is None)
             if d_rows is not None:
-                d_x = matmul(g, cols.embeds[c], engine.precision, out=d_x)
+                d_x = matmul(g, columns[c], engine.precision, out=d_x)
             if gu is not None:
                 sum_gu += gu
             if d_cols is not None:
-                matmul(g.T, x, engine.precision, out=d_cols[c])
+                matmul(g.T, x, engine.precision, out=d_columns[c])
         g = None
         if d_x is not None and d_rows is not None:
             if want_sum:

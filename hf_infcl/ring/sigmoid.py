@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_infcl.ops import Engine, Weights, chunks
+from hf_infcl.ops import Engine, Pieces, Weights, chunks
 from hf_infcl.ring.derivatives import first_derivative_only, without_autocast
 from hf_infcl.ring.layout import Layout
 from hf_infcl.ring.rounds import Yield, around
@@ -74,11 +74,12 @@ def sigmoid_forward_and_gradients(
     total, sum_g, sum_gu = sums
 
     def weights_of(block: Block, _: tuple[Tensor, ...]) -> Weights:
-        related = engine.relate(block.rows, block.cols, spec.rule)
+        related, rule = engine.relate(block.rows, block.cols, spec.rule), spec.rule
+        mine, theirs = Pieces(block.rows), Pieces(block.cols)
 
         def weights(r: slice, c: slice, want_sum: bool) -> tuple[Tensor, Tensor | None]:
             g, chunk_gu, chunk_g, chunk_loss = engine.tiles.sigmoid_weights(
-                block.rows[r], block.cols[c], s, b, spec.rule, engine.precision, want_sum, related(r, c)
+                mine[r], theirs[c], s, b, rule, engine.precision, want_sum, related(r, c)
             )
             total.add_(chunk_loss)
             sum_g.add_(chunk_g)

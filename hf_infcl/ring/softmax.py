@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_infcl.ops import Engine, Statistics, Weights, block_statistics
+from hf_infcl.ops import Engine, Pieces, Statistics, Weights, block_statistics
 from hf_infcl.ring.derivatives import first_derivative_only, without_autocast
 from hf_infcl.ring.layout import Layout
 from hf_infcl.ring.rounds import Yield, around
@@ -39,7 +39,10 @@ def _unpacked(travelled: Tensor) -> Statistics:
 def _engine(images: Tensor, scale: Tensor, spec: Spec) -> tuple[Engine, Tensor]:
     """How the sweep is computed, and the scale as a scalar to compute with."""
     engine = Engine.of(images, spec.backend, spec.precision, spec.block_size)
-    return engine, scale.detach().reshape(()).to(engine.accumulator)
+    s = scale.detach()
+    if s.ndim:  # what changes nothing costs the host all the same
+        s = s.reshape(())
+    return engine, s if s.dtype == engine.accumulator else s.to(engine.accumulator)
 
 
 def _small(
@@ -138,20 +141,12 @@ def softmax_backward(
         rows, cols = _wanted(block, all_rows, _unpacked(col_data[0]) if col_data else None)
         if rows is None and cols is None:
             return None
-        related = engine.relate(block.rows, block.cols, spec.rule)
+        related, rule = engine.relate(block.rows, block.cols, spec.rule), spec.rule
+        mine, theirs, of_mine, of_theirs = map(Pieces, (block.rows, block.cols, rows, cols))
 
         def weights(r: slice, c: slice, want_sum: bool) -> tuple[Tensor, Tensor | None]:
-            return engine.tiles.softmax_weights(
-                block.rows[r],
-                block.cols[c],
-                s,
-                spec.rule,
-                None if rows is None else rows[r],
-                None if cols is None else cols[c],
-                engine.precision,
-                want_sum,
-                related(r, c),
-            )
+            chunk = mine[r], theirs[c], s, rule, of_mine[r], of_theirs[c], engine.precision, want_sum, related(r, c)
+            return engine.tiles.softmax_weights(*chunk)  # type: ignore[no-any-return]
 
         return weights
 

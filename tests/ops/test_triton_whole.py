@@ -181,27 +181,33 @@ def test_without_autograd_no_gradient_is_made(monkeypatch):
         contrastive_loss(x, y, 20.0, backend="triton")
 
 
+@pytest.mark.parametrize("kept", [2**7, 2**14], ids=["keeps a band", "keeps all"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_launches_looked_up_alike_are_compiled_alike(monkeypatch, dtype):
+def test_launches_looked_up_alike_are_compiled_alike(monkeypatch, dtype, kept):
     """What Triton specialises on has to follow from a launch's `kind`, over sizes that take other ways."""
     from hf_infcl import contrastive_loss
     from hf_infcl.ops.triton import launch as launching
     from hf_infcl.ops.triton import whole
-    from hf_infcl.ops.triton.kernels_common import UNSPECIALIZED
 
     traits = {}
 
     def launch(kernel, device, programs, values, constants, warps, stages, kind=None):
         names = kernel.arg_names[: len(values)]
-        free = (*UNSPECIALIZED, "row_tiles", "col_tiles", "row_blocks")
+        options = getattr(kernel, "kwargs", None)  # an interpreted kernel's
+        free = (kernel.do_not_specialize if options is None else options.get("do_not_specialize")) or ()
         seen = [launching._trait(value) for name, value in zip(names, values, strict=True) if name not in free]
         key = kernel, constants, warps, stages, kind
         assert kind is None or traits.setdefault(key, seen) == seen, names
 
     monkeypatch.setattr(whole, "launch", launch)
     monkeypatch.setattr(launching, "launch", launch)
-    monkeypatch.setattr(whole, "matmul", lambda a, b, precision, out=None, add=True: out)
-    monkeypatch.setattr(whole, "_LARGEST_FUSED", 130)
+    monkeypatch.setattr(
+        whole, "matmul", lambda a, b, *_, out=None, add=True: a.float() @ b.float() if out is None else out
+    )
+    monkeypatch.setattr(whole, "_LARGEST_EXACT", 110)
+    monkeypatch.setattr(whole, "_LARGEST_FUSED", 110)
+    monkeypatch.setattr(whole, "_KEPT_BAND", kept)
+    monkeypatch.setattr(whole, "_SHALLOW", 0)
     monkeypatch.setattr(whole, "_LARGEST_SPLIT", 50)
     for n in (16, 24, 40, 49, 65, 104, 120, 128, 136, 137, 144, 152):
         x, y = (side.to(DEVICE, dtype).requires_grad_() for side in pairs("random", n, 16))

@@ -181,7 +181,7 @@ def _tile_statistics(
 def statistics_kernel(
     x, y, x_stride, y_stride, n_rows, n_cols, depth, shift, x_ids, y_ids, related, related_stride, scale,
     row_stats, col_stats, row_stats_stride, col_stats_stride,
-    row_parts, col_parts, doubts, kept, kept_stride, kept_rows, n_programs,
+    row_parts, col_parts, doubts, counter, kept, kept_stride, kept_rows, n_programs,
     ROWS: tl.constexpr, COLS: tl.constexpr, MANY_POSITIVES: tl.constexpr, SMOOTH: tl.constexpr, EXACT: tl.constexpr,
     REPAIR: tl.constexpr, FRESH: tl.constexpr, KEEP: tl.constexpr, ID_COLUMNS: tl.constexpr, CELLS: tl.constexpr,
     MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
@@ -200,11 +200,16 @@ def statistics_kernel(
     KEEP: the shared exponentials of the first kept_rows rows are stored too. kept: (kept_rows, n_cols) bfloat16, row
     stride kept_stride, or its descriptor (USE_TMA). Those of tiles in doubt are of no use.
 
+    counter: what `merge_kernel` counts in, set to zero by the launch that is EXACT (FRESH).
+
     FRESH: the chunk is all there is. What every row has one of is set instead of added to, and the planes hold all
     candidates. Else they hold, with the sign turned, those left out, and are zero where a tile writes none.
     """
     tiles = tl.cdiv(n_rows, BLOCK_M) * tl.cdiv(n_cols, BLOCK_N)
     s2 = tl.load(scale).to(tl.float32) * LOG2_E
+    if FRESH and EXACT:
+        if tl.program_id(0) == 0:
+            tl.store(counter, 0.0)
     if REPAIR:
         for start in range(tl.program_id(0), tiles, n_programs * SCAN):
             at = start + n_programs * tl.arange(0, SCAN)
@@ -240,6 +245,9 @@ def statistics_kernel(
                 ROWS, COLS, MANY_POSITIVES, SMOOTH, EXACT, REPAIR, FRESH, KEEP, ID_COLUMNS, CELLS, MASK,
                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP, PRECISION, USE_TMA,
             )  # fmt: skip
+
+
+PARTS = tl.constexpr(256)  # of the loss, added up at a time
 
 
 @triton.jit
@@ -311,7 +319,7 @@ def _merge(
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "row_tiles", "col_tiles", "row_blocks"])
 def merge_kernel(
     row_parts, col_parts, row_stats, col_stats, row_stats_stride, col_stats_stride,
-    n_rows, n_cols, row_tiles, col_tiles, row_blocks, scale, loss_parts, share, smoothing,
+    n_rows, n_cols, row_tiles, col_tiles, row_blocks, scale, loss_parts, loss, share, smoothing,
     ROWS: tl.constexpr, COLS: tl.constexpr,
     MANY_POSITIVES: tl.constexpr, SMOOTH: tl.constexpr, FRESH: tl.constexpr, LOSS: tl.constexpr,
     BLOCK: tl.constexpr, STEP: tl.constexpr,
@@ -319,29 +327,37 @@ def merge_kernel(
     """Merges the tiles' statistics into the running ones (FRESH: makes them), in the tiles' order.
 
     The first `row_blocks` programs each take BLOCK rows, the others BLOCK columns. LOSS: every program also writes its
-    rows' loss, times `share`, to loss_parts (programs,).
+    rows' loss, times `share`, to loss_parts (1 + programs,) float32, whose first counts them from zero on, and the last
+    to do so their sum to loss: in their order, so that it is the same whoever comes last.
     """
     program = tl.program_id(0)
     s = tl.load(scale).to(tl.float32)
     if not COLS:
-        loss = _merge(
+        mine = _merge(
             row_parts, row_stats, row_stats_stride, n_rows, col_tiles, program, s, smoothing,
             MANY_POSITIVES, SMOOTH, FRESH, LOSS, BLOCK, STEP,
         )  # fmt: skip
     elif not ROWS:
-        loss = _merge(
+        mine = _merge(
             col_parts, col_stats, col_stats_stride, n_cols, row_tiles, program, s, smoothing,
             MANY_POSITIVES, SMOOTH, FRESH, LOSS, BLOCK, STEP,
         )  # fmt: skip
     elif program < row_blocks:
-        loss = _merge(
+        mine = _merge(
             row_parts, row_stats, row_stats_stride, n_rows, col_tiles, program, s, smoothing,
             MANY_POSITIVES, SMOOTH, FRESH, LOSS, BLOCK, STEP,
         )  # fmt: skip
     else:
-        loss = _merge(
+        mine = _merge(
             col_parts, col_stats, col_stats_stride, n_cols, row_tiles, program - row_blocks, s, smoothing,
             MANY_POSITIVES, SMOOTH, FRESH, LOSS, BLOCK, STEP,
         )  # fmt: skip
     if LOSS:
-        tl.store(loss_parts + program, loss * share)
+        tl.store(loss_parts + 1 + program, mine * share)
+        if tl.atomic_add(loss_parts, 1.0) == tl.num_programs(0) - 1:
+            total = tl.zeros((PARTS,), tl.float32)
+            for start in range(0, tl.num_programs(0), PARTS):
+                at = start + tl.arange(0, PARTS)
+                # Past this multiprocessor's own cache, which knows nothing of what others write.
+                total += tl.load(loss_parts + 1 + at, mask=at < tl.num_programs(0), other=0.0, cache_modifier=".cg")
+            tl.store(loss, tl.sum(total, 0))

@@ -2,12 +2,11 @@
 
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.runtime import driver
 
@@ -100,17 +99,28 @@ _CONSTANTS = ("ID_COLUMNS", "CELLS", "MASK", "BLOCK_M", "BLOCK_N", "BLOCK_K", "G
 
 @dataclass(frozen=True)
 class Tiles:
-    """A chunk cut into tiles."""
+    """A chunk cut into tiles.
 
-    values: tuple[Any, ...]
-    constants: tuple[Any, ...]
+    Attributes:
+        x, y: the operands, as kernels can read them.
+        shift: index of row 0 less that of column 0 in the global batch.
+        x_ids, y_ids: ids where they matter.
+        related: the chunk's cells of `hf_infcl.ops.triton.related`; None: the kernels compare the ids themselves.
+        masks: rows that are the same are no candidates.
+        uses_tma: operands and G go by the copy engine.
+    """
+
+    x: Tensor
+    y: Tensor
+    shift: int
+    x_ids: Tensor | None
+    y_ids: Tensor | None
+    related: Tensor | None
+    masks: bool
+    precision: str
     config: TileConfig
     tiles_m: int
     tiles_n: int
-    processors: int
-    device: torch.device
-    has_ids: bool
-    masks: bool
     uses_tma: bool
 
     @classmethod
@@ -128,51 +138,64 @@ class Tiles:
 
         Args:
             chosen: tiles of one's own; None: the table's.
-            related: the chunk's cells of `hf_infcl.ops.triton.related`; None: the kernels compare the ids themselves.
         """
         x, y = operand(rows.embeds), operand(cols.embeds)
-        (n_rows, depth), n_cols = x.shape, y.shape[0]
+        n_rows, n_cols = x.shape[0], y.shape[0]
         device = x.device
         c = chosen or config(kernel, max(n_rows, n_cols), device, rows.embeds.dtype, precision)
-        tma = c.copy_engine and uses_tma(device)
-        x_ids, y_ids, id_columns = None, None, 0
+        x_ids, y_ids = None, None
         if relates(rows, cols, rule):
             assert rows.ids is not None
             assert cols.ids is not None
-            x_ids, y_ids, id_columns = rows.ids.contiguous(), cols.ids.contiguous(), rows.ids.shape[1]
-        masks = id_columns > 0 and rule.duplicates == "mask"
-        values = (
-            descriptor(x, c.block_m, c.block_k) if tma else x,
-            descriptor(y, c.block_n, c.block_k) if tma else y,
-            x.stride(0),
-            y.stride(0),
-            n_rows,
-            n_cols,
-            depth,
-            rows.offset - cols.offset,
-            x_ids,
-            y_ids,
-            related,
+            x_ids, y_ids = rows.ids.contiguous(), cols.ids.contiguous()
+        masks = x_ids is not None and rule.duplicates == "mask"
+        tiles_m, tiles_n = cdiv(n_rows, c.block_m), cdiv(n_cols, c.block_n)
+        shift, tma = rows.offset - cols.offset, c.copy_engine and uses_tma(device)
+        return cls(x, y, shift, x_ids, y_ids, related, masks, precision, c, tiles_m, tiles_n, tma)
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    @property
+    def processors(self) -> int:
+        """Multiprocessors of the device."""
+        return chip(self.device.index or 0)[1] if self.device.type == "cuda" else 2
+
+    @property
+    def has_ids(self) -> bool:
+        return self.x_ids is not None
+
+    @cached_property
+    def values(self) -> tuple[Any, ...]:
+        """The run-time arguments that all kernels take first."""
+        x, y, c, related = self.x, self.y, self.config, self.related
+        (n_rows, depth), n_cols = x.shape, y.shape[0]
+        return (
+            descriptor(x, c.block_m, c.block_k) if self.uses_tma else x,
+            descriptor(y, c.block_n, c.block_k) if self.uses_tma else y,
+            x.stride(0), y.stride(0), n_rows, n_cols, depth, self.shift, self.x_ids, self.y_ids, related,
             0 if related is None else related.stride(0),
-        )
-        constants = (id_columns, related is not None, masks, c.block_m, c.block_n, c.block_k, c.group, precision, tma)
-        processors = chip(device.index or 0)[1] if device.type == "cuda" else 2
-        tiles_m, tiles_n = -(-n_rows // c.block_m), -(-n_cols // c.block_n)
-        return cls(values, constants, c, tiles_m, tiles_n, processors, device, id_columns > 0, masks, tma)
+        )  # fmt: skip
+
+    @cached_property
+    def constants(self) -> tuple[Any, ...]:
+        """The compile-time arguments that all kernels take last."""
+        c = self.config
+        columns = 0 if self.x_ids is None else self.x_ids.shape[1]
+        shape = c.block_m, c.block_n, c.block_k, c.group
+        return columns, self.related is not None, self.masks, *shape, self.precision, self.uses_tma
 
     @property
     def arguments(self) -> dict[str, Any]:
         """The shared arguments by name."""
         return dict(zip(_VALUES + _CONSTANTS, self.values + self.constants, strict=True))
 
-    @cached_property
+    @property
     def by_pointers(self) -> "Tiles":
         """The same tiles without the copy engine: for launches that read few, for its descriptors cost the host."""
-        if not self.uses_tma:
-            return self
-        x, y, *others = self.values
-        constants = (*self.constants[:-1], False)
-        return replace(self, values=(x.base, y.base, *others), constants=constants, uses_tma=False)
+        mine = self.x, self.y, self.shift, self.x_ids, self.y_ids, self.related, self.masks, self.precision, self.config
+        return Tiles(*mine, self.tiles_m, self.tiles_n, uses_tma=False)
 
     def weights(self, g: Tensor) -> Any:
         """A chunk of G as the kernels take it."""
@@ -218,4 +241,4 @@ def descriptor(x: Tensor, rows: int, depth: int) -> Any:
 
 
 def cdiv(a: int, b: int) -> int:
-    return triton.cdiv(a, b)
+    return -(-a // b)  # on a host Triton's own takes microseconds

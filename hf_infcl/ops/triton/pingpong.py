@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_infcl.ops.sides import Rule, Side
+from hf_infcl.ops.sides import Rule
 from hf_infcl.ops.triton.configs import chip
-from hf_infcl.ops.triton.launch import Tiles, cdiv, launch, operand
+from hf_infcl.ops.triton.launch import Tiles, cdiv, launch
 
 # Rows and columns of what a group makes at a time, and the depth of a step: as in `kernels_pingpong`.
 _BLOCK, _STEP, _QUARTER = 128, 64, 32
@@ -21,24 +21,23 @@ _SMALLEST = 2**33
 _STATISTICS_BOXES, _WEIGHTS_BOXES, _LEAST_STAGES = 13, 12, 4
 
 
-def suits(rows: Side, cols: Side, precise: bool, mapped: bool) -> bool:
+def suits(tiles: Tiles, precise: bool) -> bool:
     """Whether a chunk's first launch is made this way.
 
     Args:
         precise: every row is to keep its own maximum.
-        mapped: ids, where they matter, come with a map.
     """
-    x, device = rows.embeds, rows.embeds.device
-    n_rows, n_cols = len(rows), len(cols)
+    x, device = tiles.x, tiles.device
+    (n_rows, depth), n_cols = x.shape, tiles.y.shape[0]
     return (
         device.type == "cuda"
         and not precise
-        and mapped
+        and (tiles.related is not None or not tiles.has_ids)
         and x.dtype in (torch.bfloat16, torch.float16)
         and n_rows % _BLOCK == 0
         and n_cols % (2 * _BLOCK) == 0
-        and cdiv(x.shape[1], _STEP) + _LEAST_STAGES <= _WEIGHTS_BOXES
-        and 2 * n_rows * n_cols * x.shape[1] >= _SMALLEST
+        and cdiv(depth, _STEP) + _LEAST_STAGES <= _WEIGHTS_BOXES
+        and 2 * n_rows * n_cols * depth >= _SMALLEST
         # Its warp-group products are this one architecture's.
         and chip(device.index or 0)[0] == (9, 0)
     )
@@ -59,10 +58,7 @@ def _descriptor(x: Tensor, width: int) -> Any:
 
 def _run(
     kernel: Any,
-    rows: Side,
-    cols: Side,
     tiles: Tiles,
-    related: Tensor | None,
     between: tuple[Any, ...],
     values: tuple[Any, ...],
     switches: tuple[Any, ...],
@@ -77,19 +73,18 @@ def _run(
         switches: its own compile-time arguments.
         boxes: of shared memory for operands.
     """
-    x, y = operand(rows.embeds), operand(cols.embeds)
-    (n_rows, depth), n_cols = x.shape, len(y)
+    x, y, related = tiles.x, tiles.y, tiles.related
+    (n_rows, depth), n_cols = x.shape, y.shape[0]
     steps = cdiv(depth, _STEP)
-    pairs = n_rows // _BLOCK * (n_cols // (2 * _BLOCK))
-    programs = min(tiles.processors, pairs)
+    programs = min(tiles.processors, n_rows // _BLOCK * (n_cols // (2 * _BLOCK)))
     stride = 0 if related is None else related.stride(0)
     launch(
         kernel,
         x.device,
         programs,
         (
-            _descriptor(x, _STEP), _descriptor(y, _STEP), *between, n_rows, n_cols, rows.offset - cols.offset,
-            related, stride, *values, programs,
+            _descriptor(x, _STEP), _descriptor(y, _STEP), *between, n_rows, n_cols, tiles.shift, related, stride,
+            *values, programs,
         ),
         (*switches, tiles.config.group, steps, boxes - steps),
         warps=4,
@@ -99,15 +94,7 @@ def _run(
 
 
 def statistics(
-    rows: Side,
-    cols: Side,
-    rule: Rule,
-    tiles: Tiles,
-    values: tuple[Any, ...],
-    wanted: tuple[bool, bool],
-    fresh: bool,
-    related: Tensor | None = None,
-    kind: Hashable = None,
+    tiles: Tiles, rule: Rule, values: tuple[Any, ...], wanted: tuple[bool, bool], fresh: bool, kind: Hashable = None
 ) -> None:
     """The first launch of `hf_infcl.ops.triton.softmax.statistics`.
 
@@ -121,19 +108,11 @@ def statistics(
 
     by_place = tiles.masks and rule.label_smoothing == 0
     switches = (*wanted, tiles.has_ids, by_place, fresh)
-    _run(statistics_pingpong_kernel, rows, cols, tiles, related, (), values, switches, _STATISTICS_BOXES, kind)
+    _run(statistics_pingpong_kernel, tiles, (), values, switches, _STATISTICS_BOXES, kind)
 
 
 def weights(
-    rows: Side,
-    cols: Side,
-    rule: Rule,
-    tiles: Tiles,
-    g: Tensor,
-    values: tuple[Any, ...],
-    wanted: tuple[bool, bool],
-    related: Tensor | None = None,
-    kind: Hashable = None,
+    tiles: Tiles, rule: Rule, g: Tensor, values: tuple[Any, ...], wanted: tuple[bool, bool], kind: Hashable = None
 ) -> None:
     """The first launch of `hf_infcl.ops.triton.softmax.softmax_weights`; arguments as for `statistics`.
 
@@ -146,4 +125,4 @@ def weights(
     many = tiles.has_ids and rule.duplicates == "positive"
     switches = (*wanted, tiles.has_ids, tiles.masks, many, rule.label_smoothing > 0)
     between = (_descriptor(g, _QUARTER),)
-    _run(weights_pingpong_kernel, rows, cols, tiles, related, between, values, switches, _WEIGHTS_BOXES, kind)
+    _run(weights_pingpong_kernel, tiles, between, values, switches, _WEIGHTS_BOXES, kind)

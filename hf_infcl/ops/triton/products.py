@@ -39,8 +39,9 @@ def empty_matrix(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.dev
     """
     step = 16 // dtype.itemsize
     room = torch.empty(n_rows, -(-n_cols // step) * step, device=device, dtype=dtype)
-    if n_cols % step:
-        room[:, n_cols:].zero_()
+    if n_cols % step == 0:
+        return room
+    room[:, n_cols:].zero_()
     return room[:, :n_cols]
 
 

@@ -58,22 +58,23 @@ def statistics(
     running = _sides(row_stats, col_stats)
     wanted = row_stats is not None, col_stats is not None
     if exact(precision, rows.embeds.dtype):
-        values = (scale, *running, row_parts, col_parts, None, *NONE_KEPT)
+        values = (scale, *running, row_parts, col_parts, None, None, *NONE_KEPT)
         tiles.launch(statistics_kernel, values, (*wanted, many, left_out, True, False, False, False))
     else:
         doubts = torch.empty(tiles.tiles_m * tiles.tiles_n, device=device, dtype=torch.int32)
         values = (scale, *running, row_parts, col_parts, doubts)
-        if pingpong.suits(rows, cols, False, not tiles.has_ids or related is not None):
-            pingpong.statistics(rows, cols, rule, tiles, values, wanted, False, related)
+        if pingpong.suits(tiles, False):
+            pingpong.statistics(tiles, rule, values, wanted, False)
         else:
             first = (*wanted, many, left_out, False, False, False, False)
-            tiles.launch(statistics_kernel, (*values, *NONE_KEPT), first)
+            tiles.launch(statistics_kernel, (*values, None, *NONE_KEPT), first)
         second = (*wanted, many, left_out, True, True, False, False)
-        tiles.launch(statistics_kernel, (*values, *NONE_KEPT), second, repair=True)
+        tiles.launch(statistics_kernel, (*values, None, *NONE_KEPT), second, repair=True)
     row_blocks = cdiv(n_rows, _MERGE_ROWS) if row_stats is not None else 0
     col_blocks = cdiv(n_cols, _MERGE_ROWS) if col_stats is not None else 0
     merge = (
-        row_parts, col_parts, *running, n_rows, n_cols, tiles.tiles_m, tiles.tiles_n, row_blocks, scale, None, 0.0, 0.0,
+        row_parts, col_parts, *running, n_rows, n_cols, tiles.tiles_m, tiles.tiles_n, row_blocks, scale, None, None,
+        0.0, 0.0,
     )  # fmt: skip
     switches = (*wanted, many, left_out, False, False, _MERGE_ROWS, _MERGE_STEP)
     launch(merge_kernel, device, row_blocks + col_blocks, merge, switches, warps=4, stages=1)
@@ -105,14 +106,16 @@ def softmax_weights(
     doubts = torch.empty(n_tiles, device=g.device, dtype=torch.int32) if defer else None
     stats = _sides(row_stats, col_stats)
     last = float(rule.label_smoothing), gain(dtype)
-    values = (scale, *stats, tiles.weights(g), g.stride(0), sums, doubts, *last)
     many = tiles.has_ids and rule.duplicates == "positive"
     wanted = row_stats is not None, col_stats is not None
     switches = (*wanted, many, rule.label_smoothing > 0, is_exact, want_sum)
-    if not want_sum and pingpong.suits(rows, cols, is_exact, not tiles.has_ids or related is not None):
-        pingpong.weights(rows, cols, rule, tiles, g, (scale, *stats, doubts, *last), wanted, related)
-    else:
-        tiles.launch(weights_kernel, values, (*switches, defer, False))
-    if defer:
-        tiles.launch(weights_kernel, values, (*switches, False, True), repair=True)
+    in_turn = not want_sum and pingpong.suits(tiles, is_exact)
+    if in_turn:
+        pingpong.weights(tiles, rule, g, (scale, *stats, doubts, *last), wanted)
+    if defer or not in_turn:
+        values = (scale, *stats, tiles.weights(g), g.stride(0), sums, doubts, *last)
+        if not in_turn:
+            tiles.launch(weights_kernel, values, (*switches, defer, False))
+        if defer:
+            tiles.launch(weights_kernel, values, (*switches, False, True), repair=True)
     return g, None if sums is None else sums.sum()

@@ -148,44 +148,46 @@ class Batch:
         rows, cols = (torch.empty((fields, n) if wanted else (0,), device=device) for wanted in (for_rows, for_cols))
         row_parts = torch.empty(planes * tiles.tiles_n * n if for_rows else 0, device=device)
         col_parts = torch.empty(planes * tiles.tiles_m * n if for_cols else 0, device=device)
-        losses = torch.empty(blocks * sides, device=device)
+        losses, loss = torch.empty(1 + blocks * sides, device=device), torch.empty((), device=device)
         running = rows if for_rows else None, cols if for_cols else None, n, n
         wanted = for_rows, for_cols
         is_half = self.images.dtype != torch.float32
         shared = is_half and self._exceeds(_LARGEST_EXACT) and not smooth and not tiles.has_ids
         doubts = torch.empty(tiles.tiles_m * tiles.tiles_n, device=device, dtype=torch.int32) if shared else None
         values = (scale, *running, row_parts, col_parts, doubts)
-        both = Side(self.x), Side(self.y)
-        if pingpong.suits(*both, not shared, True):
-            pingpong.statistics(*both, rule, tiles, values, wanted, True, kind=self.kind)
+        if pingpong.suits(tiles, not shared):
+            pingpong.statistics(tiles, rule, values, wanted, True, kind=self.kind)
         else:
             # In float16, whose range they would leave, they would cost three of its bits.
             keep = keep and shared and self.images.dtype == torch.bfloat16 and self.depth > _SHALLOW
+            keep = keep and self._exceeds(_LARGEST_FUSED)
             kept: tuple[Any, ...] = NONE_KEPT
             if keep:
                 assert doubts is not None
                 g = empty_matrix(self._height(_KEPT_BAND, self.config.group), n, torch.bfloat16, device)
                 self.kept = g, row_parts if for_rows else col_parts, doubts
-                kept = tiles.weights(g), g.stride(0), len(g)
+                kept = tiles.weights(g), g.stride(0), g.shape[0]
             switches = (*wanted, many, smooth, not shared, False, True, keep)
-            tiles.launch(statistics_kernel, (*values, *kept), switches, kind=self.kind)
+            tiles.launch(statistics_kernel, (*values, losses, *kept), switches, kind=self.kind)
         if shared:
             switches = (*wanted, many, smooth, True, True, True, False)
-            tiles.by_pointers.launch(statistics_kernel, (*values, *NONE_KEPT), switches, repair=True, kind=self.kind)
+            tiles.by_pointers.launch(
+                statistics_kernel, (*values, losses, *NONE_KEPT), switches, repair=True, kind=self.kind
+            )
         launch(
             merge_kernel,
             device,
             blocks * sides,
             (
                 row_parts, col_parts, *running, n, n, tiles.tiles_m, tiles.tiles_n, blocks if for_rows else 0, scale,
-                losses, 1.0 / (sides * n), float(rule.label_smoothing),
+                losses, loss, 1.0 / (sides * n), float(rule.label_smoothing),
             ),
             (*wanted, many, smooth, True, True, _MERGE_ROWS, _MERGE_STEP),
             warps=4,
             stages=1,
             kind=self.kind,
         )  # fmt: skip
-        return losses.sum(), rows, cols
+        return loss, rows, cols
 
     def gradients(
         self, rows: Tensor | None, cols: Tensor | None, needs: tuple[bool, bool, bool]
@@ -204,19 +206,17 @@ class Batch:
     def _weights(self, r: slice, g: Tensor, rows: Tensor | None, cols: Tensor | None, want_sum: bool) -> Tensor | None:
         """Writes G of rows r (`rows`: their statistics) by all columns; sums of G u of its tiles, if wanted."""
         n, dtype, rule = self.n, self.images.dtype, self.rule
-        side = Side(self.x, 0, self.ids)[r]
-        tiles = self.tiles if len(side) == n else self._tiles(side)
+        tiles = self.tiles if r == slice(0, n) else self._tiles(Side(self.x, 0, self.ids)[r])
         sums = torch.empty(tiles.tiles_m * tiles.tiles_n, device=g.device) if want_sum else None
         stats = rows, cols, 0 if rows is None else rows.stride(0), n
         wanted = rows is not None, cols is not None
         last = float(rule.label_smoothing), gain(dtype)
         is_exact = exact(self.precision, dtype)
         kind = (self.kind, g.dtype, g.stride(0) % 16)
-        others = Side(self.y)
         # Its descriptors cost the host more, which counts where that is the bound.
         pays = self._exceeds(_LARGEST_FUSED) and not want_sum
-        if pays and pingpong.suits(side, others, is_exact, not tiles.has_ids):
-            pingpong.weights(side, others, rule, tiles, g, (self.scale, *stats, None, *last), wanted, kind=kind)
+        if pays and pingpong.suits(tiles, is_exact):
+            pingpong.weights(tiles, rule, g, (self.scale, *stats, None, *last), wanted, kind=kind)
             return None
         many = tiles.has_ids and rule.duplicates == "positive"
         tiles.launch(
@@ -236,9 +236,11 @@ class Batch:
         need_x, need_y, need_scale = needs
         kept, self.kept = self.kept, None
         g = empty_matrix(self._height(_BAND, 1), n, images.dtype, device) if kept is None else kept[0]
-        height = len(g)
-        d_x = torch.empty(n, self.depth, device=device) if need_x else None
-        d_y = torch.empty(n, self.depth, device=device) if need_y else None
+        height = g.shape[0]
+        d_x = d_y = None
+        if height < n:  # else the products make them, which costs the host less
+            d_x = torch.empty(n, self.depth, device=device) if need_x else None
+            d_y = torch.empty(n, self.depth, device=device) if need_y else None
         from_tiles: list[Tensor] = []  # of the scale, where dX is not computed
         for r in parts(n, height):
             band, own, out, of_rows = g, images, d_x, rows
@@ -251,18 +253,19 @@ class Batch:
                 sums = self._weights(r, band, of_rows, cols, need_scale and not need_x)
                 if sums is not None:
                     from_tiles.append(sums)
-            if out is not None:
-                matmul(band, texts, "ieee", out=out, add=False)
-            if d_y is not None:
-                matmul(band.T, own, "ieee", out=d_y, add=r.start > 0)
+            if need_x:
+                made = matmul(band, texts, "ieee", out=out, add=False)
+                d_x = made if height == n else d_x
+            if need_y:
+                d_y = matmul(band.T, own, "ieee", out=d_y, add=r.start > 0)
         sum_gu = None
         if need_scale:
-            sum_gu = torch.cat(from_tiles) * share if d_x is None else self._dot(d_x, share)
+            sum_gu = self._dot(d_x, share) if d_x is not None else torch.cat(from_tiles) * share
         return d_x, d_y, sum_gu
 
     def _reweigh(self, g: Tensor, references: Tensor, doubts: Tensor, rows: Tensor | None, cols: Tensor | None) -> None:
         """Makes G of its exponentials, in place."""
-        n, height, c, x, y = self.n, len(g), self.config, self.x, self.y
+        n, height, c, x, y = self.n, g.shape[0], self.config, self.x, self.y
         part = min(_PART, c.block_m)
         launch(
             reweigh_kernel,
@@ -281,9 +284,10 @@ class Batch:
     def _dot(self, d_x: Tensor, share: float) -> Tensor:
         """Parts of share times the sum over all i of x_i . dX_i."""
         length = d_x.numel()
-        sums = torch.empty(-(-length // _DOT_BLOCK), device=d_x.device)
+        programs = -(-length // _DOT_BLOCK)
+        sums = torch.empty(programs, device=d_x.device)
         values = (self.x.contiguous(), d_x, sums, length, share)
-        launch(dot_kernel, d_x.device, len(sums), values, (_DOT_BLOCK,), warps=8, stages=1, kind=self.kind)
+        launch(dot_kernel, d_x.device, programs, values, (_DOT_BLOCK,), warps=8, stages=1, kind=self.kind)
         return sums
 
     def _fused(
