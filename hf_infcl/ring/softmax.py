@@ -78,7 +78,7 @@ def _forward(
 ) -> tuple[Any, tuple[Tensor, Tensor, Tensor]]:
     """The way of a small batch, or None where the forward traversal was taken; what `softmax_forward` returns.
 
-    keep: the small batch's gradients follow.
+    keep: the gradient of a small batch's images follows.
     """
     engine, s = _engine(images, scale, spec)
     small = _small(engine, images, texts, s, ids, banks, spec, layout)
@@ -190,10 +190,10 @@ class _SoftmaxLoss(torch.autograd.Function):
         banks = bank_images, bank_texts, bank_ids
         ctx.spec, ctx.layout = spec, layout
         with without_autocast(images.device):
-            follows = differentiated and any(ctx.needs_input_grad)
-            small, (loss, rows, cols) = _forward(images, texts, scale, ids, banks, spec, layout, follows)
+            keep = differentiated and ctx.needs_input_grad[0]
+            small, (loss, rows, cols) = _forward(images, texts, scale, ids, banks, spec, layout, keep)
             # A small batch waits for Python: what can be made here is kept out of autograd's thread.
-            ctx.is_ready = small is not None and follows
+            ctx.is_ready = small is not None and differentiated and any(ctx.needs_input_grad)
             if ctx.is_ready:
                 made, ctx.finish = _made(small, rows, cols, spec, ctx.needs_input_grad[:3])
                 ctx.save_for_backward(scale, *made)

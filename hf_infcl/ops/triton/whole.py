@@ -138,7 +138,8 @@ class Batch:
     def loss(self, for_rows: bool, for_cols: bool, keep: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """The loss, and the statistics of rows and columns ((0,) where not wanted).
 
-        keep: gradients follow. A first band of exponentials is kept for them where the product costs more than memory.
+        keep: the images' gradient follows. A first band of exponentials is kept for it where the product costs more
+        than memory.
         """
         tiles, scale, rule = self.tiles, self.scale, self.rule
         n, device = self.n, self.images.device
