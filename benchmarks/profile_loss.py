@@ -35,6 +35,7 @@ CASES = (
     (2048, 512, ""),
     (4096, 512, ""),
     (8192, 512, ""),
+    (8192, 1024, ""),
     (16_384, 512, ""),
     (65_536, 512, ""),
     (65_536, 512, "ids"),
@@ -142,7 +143,7 @@ def host(n: int, d: int) -> dict[str, Any]:
     plain = launch.launch
 
     def launched_by_triton(
-        kernel: Any, device: Any, programs: int, values: Any, constants: Any, warps: int, stages: int
+        kernel: Any, device: Any, programs: int, values: Any, constants: Any, warps: int, stages: int, kind: Any = None
     ) -> None:
         kernel[(programs,)](*values, *constants, num_warps=warps, num_stages=stages)
 

@@ -34,9 +34,9 @@ def chunks(rows: Side, cols: Side, shape: tuple[int, int]) -> Iterator[tuple[sli
 
 
 class Pieces:
-    """Slices of one thing, or of None, each made once: a block takes the same views over and over.
+    """Slices of one thing, or of None, each made once.
 
-    On an accelerator a chunk's views would cost the host a tenth of what it has time for.
+    A block takes the same views over and over, and beside an accelerator it is the host that makes them.
     """
 
     def __init__(self, whole: Any):

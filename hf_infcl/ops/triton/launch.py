@@ -241,4 +241,4 @@ def descriptor(x: Tensor, rows: int, depth: int) -> Any:
 
 
 def cdiv(a: int, b: int) -> int:
-    return -(-a // b)  # on a host Triton's own takes microseconds
+    return -(-a // b)  # Triton's own is made for kernels, and slow on the host
