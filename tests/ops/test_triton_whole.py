@@ -31,6 +31,13 @@ def test_matches_float64(n, options, dtype):
     compare(*pairs("trained", n, 20), 20.0, dtype=dtype, device=DEVICE, backend="triton", **options)
 
 
+def test_a_loss_in_more_parts_than_are_added_up_at_a_time(monkeypatch):
+    from hf_infcl.ops.triton import whole
+
+    monkeypatch.setattr(whole, "_MERGE_ROWS", 2)
+    compare(*pairs("trained", 290, 20), 20.0, dtype=torch.bfloat16, device=DEVICE, backend="triton")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["identical", "opposite"])
 def test_equal_rows_leave_no_gradient_behind(kind, dtype):
@@ -75,14 +82,15 @@ def test_gradients_from_exponentials_that_were_kept(monkeypatch, kept):
     made = []
     reweigh = whole.Batch._reweigh
     monkeypatch.setattr(whole.Batch, "_reweigh", lambda *given: made.append(len(given[1])) or reweigh(*given))
-    for kind, scale, direction in (
-        ("trained", 50.0, "both"), ("random", 100.0, "image_to_text"), ("opposite", 14.0, "text_to_image"),
-        ("trained", 2000.0, "both"),
+    for kind, scale, direction, shrunk in (
+        ("trained", 50.0, "both", 0), ("random", 100.0, "image_to_text", 0), ("opposite", 14.0, "text_to_image", 0),
+        ("trained", 2000.0, "both", 0), ("trained", 100.0, "both", 32),
     ):  # fmt: skip
-        compare(
-            *pairs(kind, 150, 20), scale, dtype=torch.bfloat16, device=DEVICE, backend="triton", direction=direction
-        )
-    assert len(made) == 4
+        options = {"dtype": torch.bfloat16, "device": DEVICE, "backend": "triton", "direction": direction}
+        x, y = pairs(kind, 150, 20)
+        x[:shrunk] *= 0.05  # tiles of some rows and not of others
+        compare(x, y, scale, **options)
+    assert len(made) == 5
     # On a GPU a band is 1,024 rows at least.
     assert (max(made) == 150) == (kept > 150**2 or DEVICE == "cuda")
 
