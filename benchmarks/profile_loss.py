@@ -165,18 +165,12 @@ def host(n: int, d: int) -> dict[str, Any]:
         with patch.object(whole, "suits", lambda *_: False):
             step()
 
-    for _ in range(3):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
     variants: dict[str, Callable[[], None]] = {
         "as it is": step,
         "launched by Triton": by_triton,
         "gradients in the backward pass": gradients_in_backward,
         "the general way": general_way,
-        "replayed from a CUDA graph": graph.replay,
+        "replayed from a CUDA graph": bench.replayed(step),
     }
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(bench.SMALL_ROUNDS):

@@ -185,16 +185,6 @@ def patched(step: Callable[[], None], patches: Patches) -> Callable[[], None]:
     return run
 
 
-def replayed(step: Callable[[], None]) -> Callable[[], None]:
-    for _ in range(3):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
 def differences(leaves: tuple[Tensor, ...], step: Callable[[], None], other: Callable[[], None]) -> float:
     """The larger relative difference of the embeddings' gradients."""
     step()
@@ -210,7 +200,7 @@ def measured(name: str, n: int, d: int) -> list[dict[str, Any]]:
     steps = {"as it is": step}
     rows = [{"group": name, "variant": "as it is", "size": n, "depth": d}]
     for variant, patches in GROUPS[name][1].items():
-        steps[variant] = replayed(step) if name == "graph" else patched(step, patches)
+        steps[variant] = bench.replayed(step) if name == "graph" else patched(step, patches)
         row: dict[str, Any] = {"group": name, "variant": variant, "size": n, "depth": d}
         if name != "graph":  # whose gradients lie where its capture left them
             row["error"] = differences(leaves, step, steps[variant])
