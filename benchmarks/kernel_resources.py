@@ -206,6 +206,7 @@ def main() -> None:
             (kernels_pingpong_statistics.statistics_pingpong_kernel, big, {**forward, **masked}, {"ids": 2}),
             (kernels_pingpong_weights.weights_pingpong_kernel, big, backward, {}),
             (kernels_pingpong_weights.weights_pingpong_kernel, big, {**backward, **masked}, {"ids": 2}),
+            (kernels_pingpong_weights.weights_pingpong_kernel, big, {**backward, "SMOOTH": True}, {}),
         ]
     for kernel, tile, switches, more in jobs:
         if arguments.only in kernel.__name__:

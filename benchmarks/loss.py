@@ -38,6 +38,7 @@ SCALE = 50.0
 MIB = 2**20
 # Rounds, and milliseconds for each implementation in one: small batches are at the mercy of the host.
 ROUNDS, ROUND_MS = 3, 200
+OPTIONS_ROUNDS = 9  # their differences are a few percent
 SMALL, SMALL_ROUNDS, SMALL_ROUND_MS = 16_384, 15, 40
 # Beyond this the dense float64 reference is not worth its time.
 LARGEST_REFERENCE = 16_384
@@ -239,13 +240,20 @@ def recorded(row: dict[str, Any]) -> Iterator[None]:
         row["unavailable"] = f"{type(reason).__name__}: {str(reason)[:120]}"
 
 
-def finish(rows: list[dict[str, Any]], steps: Steps, device: str, dtype: torch.dtype, tf32: bool = False) -> None:
+def finish(
+    rows: list[dict[str, Any]],
+    steps: Steps,
+    device: str,
+    dtype: torch.dtype,
+    tf32: bool = False,
+    rounds: int = ROUNDS,
+) -> None:
     """Times the steps of a group in turn, the roof among them, and prints the group's rows."""
     roof: dict[str, Any] = {"name": "roof", "operations": 2 * roof_size(device) ** 3}
     everyone: Steps = [(roof, roof_step(device, dtype, tf32)), *steps]
     times: list[list[float]] = [[] for _ in everyone]
     is_small = all(row["size"] <= SMALL for row in rows)
-    rounds, budget = (SMALL_ROUNDS, SMALL_ROUND_MS) if is_small and device == "cuda" else (ROUNDS, ROUND_MS)
+    rounds, budget = (SMALL_ROUNDS, SMALL_ROUND_MS) if is_small and device == "cuda" else (rounds, ROUND_MS)
     for _ in range(rounds):
         for of_one, (row, step) in zip(times, everyone, strict=True):
             if "unavailable" not in row:
@@ -336,7 +344,7 @@ def main() -> None:
             make = functools.partial(peers.ours, **options.get(name, {}))
             about = labels("options", "hf_infcl" + name, n, d)
             attempt(group, steps, about, make, n=n, d=d, **more.get(name, {}), **common)
-        finish(group, steps, device, DTYPES[half])
+        finish(group, steps, device, DTYPES[half], rounds=OPTIONS_ROUNDS)
         rows += group
         write(rows, found, Path(arguments.out))
     if "sigmoid" in arguments.suite:

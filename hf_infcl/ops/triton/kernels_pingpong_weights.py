@@ -87,6 +87,13 @@ def _weights_group(
         col_max, col_log = _log_sum_exp(col_stats, col_stats_stride, next_col0 + each)
     if IDS:
         following = cells_of(related, related_stride, next_row0, next_col0)
+    share = 0.0
+    if SMOOTH and not IDS:
+        # Nothing is left out: every row of the chunk has as many candidates as its first, and so has every column.
+        if ROWS:
+            share += smoothing / gl.load(row_stats + 5 * row_stats_stride)
+        if COLS:
+            share += smoothing / gl.load(col_stats + 5 * col_stats_stride)
     for pair in range(first, last):
         row, col = pair // pairs_n, pair % pairs_n
         row0, col0 = row * BLOCK, (2 * col + MINE) * BLOCK
@@ -138,12 +145,6 @@ def _weights_group(
                 if COLS:
                     w -= _by_col(smoothing / gl.load(col_stats + 5 * col_stats_stride + col0 + each), L)
             else:
-                # Nothing is left out: every row has as many candidates as the next, and so has every column.
-                share = 0.0
-                if ROWS:
-                    share += smoothing / gl.load(row_stats + 5 * row_stats_stride + row0)
-                if COLS:
-                    share += smoothing / gl.load(col_stats + 5 * col_stats_stride + col0)
                 w -= share
         if IDS:
             found = most(cells)
