@@ -1,5 +1,7 @@
 """Triton's chunk functions against the PyTorch ones, in the interpreter (on a CPU) or on the GPU, over every switch."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -197,6 +199,25 @@ def test_ragged_and_strided_chunks_read_nothing_outside(triton_tiles, shape):
         )
         results.append(g_)
     torch.testing.assert_close(*results)
+
+
+def test_a_descriptor_describes_its_matrix_and_keeps_no_memory():
+    """They are looked up by address, over steps: the memory is the allocator's in between."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from hf_infcl.ops.triton.launch import descriptor
+
+    x = torch.zeros(48, 64, dtype=torch.bfloat16)[:, :40]
+    there = weakref.ref(x)
+    made, expected = descriptor(x, 16, 32), TensorDescriptor(x, [48, 40], [64, 1], [16, 32])
+    for name in ("shape", "strides", "block_shape", "padding"):
+        assert getattr(made, name) == getattr(expected, name)
+    assert (made.base.data_ptr(), made.base.dtype) == (x.data_ptr(), x.dtype)
+    assert descriptor(x, 16, 32) is made
+    others = descriptor(x, 32, 32), descriptor(x[:32], 16, 32), descriptor(x[1:], 16, 32), descriptor(x.half(), 16, 32)
+    assert all(other is not made for other in others)
+    del x, expected
+    assert there() is None
 
 
 @pytest.mark.parametrize("precision", ["tf32", "tf32x3", "ieee"])

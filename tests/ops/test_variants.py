@@ -24,13 +24,14 @@ def test_what_the_variants_change_is_there(variants):
     step, _ = variants.step_of(8, 16, DEVICE)
     for _, group in variants.GROUPS.values():
         for patches in group.values():
-            variants.patched(step, patches)()
+            with variants.patched(patches):
+                step()
 
 
 def test_one_launch_for_the_loss_computes_the_same(variants):
     step, leaves = variants.step_of(150, 20, DEVICE)
     (patches,) = variants.GROUPS["launches"][1].values()
-    assert variants.differences(leaves, step, variants.patched(step, patches)) < 1e-6
+    assert variants.differences(leaves, step, patches) < 1e-6
 
 
 def test_products_that_do_not_add_compute_the_same(variants, monkeypatch):
@@ -39,4 +40,4 @@ def test_products_that_do_not_add_compute_the_same(variants, monkeypatch):
     monkeypatch.setattr(whole, "suits", lambda *_: False)  # small batches have products of their own
     step, leaves = variants.step_of(150, 20, DEVICE)
     (patches,) = variants.GROUPS["products"][1].values()
-    assert variants.differences(leaves, step, variants.patched(step, patches)) < 1e-6
+    assert variants.differences(leaves, step, patches) < 1e-6

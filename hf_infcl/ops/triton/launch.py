@@ -1,9 +1,10 @@
 """From sides to kernel arguments: operands, tile grids and the launches themselves."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, lru_cache
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ _ALIGNMENT = 16  # bytes: what the copy engine asks of a base address and a row 
 _INTERPRETED = triton_interpreted()
 # kernel, device and everything that its machine code depends on -> compiled kernel
 _compiled: dict[tuple[Any, ...], Any] = {}
+# kernel -> what takes from a launch's values (always several) those that Triton specialises on
+_picks: dict[Any, "itemgetter[Any]"] = {}
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
@@ -38,6 +41,15 @@ def _trait(value: Any) -> Any:
     if kind is Tensor or isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     return value.base.dtype, *value.block_shape  # a tensor descriptor
+
+
+def _traits(kernel: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The traits of the values that a kernel is specialised on."""
+    pick = _picks.get(kernel.fn)
+    if pick is None:
+        looked_at = (i for i, one in enumerate(kernel.params) if not (one.is_constexpr or one.do_not_specialize))
+        pick = _picks[kernel.fn] = itemgetter(*looked_at)
+    return tuple(map(_trait, pick(values)))
 
 
 def launch(
@@ -62,7 +74,7 @@ def launch(
         kernel[(programs,)](*values, *constants, num_warps=warps, num_stages=stages)
         return
     # Triton's own hash of a kernel costs more than that of its function.
-    key = (kernel.fn, device, warps, stages, constants, tuple(map(_trait, values)) if kind is None else kind)
+    key = (kernel.fn, device, warps, stages, constants, _traits(kernel, values) if kind is None else kind)
     found = _compiled.get(key)
     with on(device):
         if found is None:
@@ -233,11 +245,50 @@ def relates(rows: Side, cols: Side, rule: Rule) -> bool:
     return rows.ids is not None and cols.ids is not None and rule.duplicates != "keep"
 
 
-def descriptor(x: Tensor, rows: int, depth: int) -> Any:
-    """A matrix as the bulk tensor copy engine takes it, in boxes of rows x depth."""
+class _Address:
+    """All that a tensor descriptor asks of its matrix. It keeps no memory, so that a descriptor can be kept."""
+
+    def __init__(self, dtype: torch.dtype, pointer: int):
+        self.dtype, self._pointer = dtype, pointer
+
+    def data_ptr(self) -> int:
+        return self._pointer
+
+
+# Chunks come back in every step, mostly to the same addresses; a million pairs have a few hundred.
+@lru_cache(maxsize=4096)
+def _described(
+    make: Callable[..., Any],
+    dtype: torch.dtype,
+    pointer: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, int],
+) -> Any:
+    return make(_Address(dtype, pointer), list(shape), list(strides), list(box))
+
+
+def described(make: Callable[..., Any], x: Tensor, box: tuple[int, int]) -> Any:
+    """A matrix as the bulk tensor copy engine takes it, in boxes of (rows, columns), made once for each address.
+
+    The matrix itself is the caller's to keep, until the kernel that reads it is launched.
+
+    Args:
+        make: makes the descriptor from an address, shape, strides and box.
+    """
+    return _described(make, x.dtype, x.data_ptr(), x.shape, x.stride(), box)
+
+
+@cache
+def _descriptors() -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, depth])
+    return TensorDescriptor
+
+
+def descriptor(x: Tensor, rows: int, depth: int) -> Any:
+    """A matrix in boxes of rows x depth, for Triton's own kernels."""
+    return described(_descriptors(), x, (rows, depth))
 
 
 def cdiv(a: int, b: int) -> int:

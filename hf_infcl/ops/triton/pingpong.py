@@ -1,6 +1,6 @@
 """Large chunks on Hopper, by the kernels in which two groups of warps take turns."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_infcl.ops.sides import Rule
 from hf_infcl.ops.triton.configs import chip
-from hf_infcl.ops.triton.launch import Tiles, cdiv, launch
+from hf_infcl.ops.triton.launch import Tiles, cdiv, described, launch
 
 # Rows and columns of what a group makes at a time, and the depth of a step: as in `kernels_pingpong`.
 _BLOCK, _STEP, _QUARTER = 128, 64, 32
@@ -44,16 +44,17 @@ def suits(tiles: Tiles, precise: bool) -> bool:
 
 
 @cache
-def _layout(width: int) -> Any:
+def _boxes(width: int) -> Callable[..., Any]:
+    """Gluon's descriptors of boxes of so many columns, by address, shape, strides and box."""
     from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return NVMMASharedLayout(swizzle_byte_width=2 * width, element_bitwidth=16, rank=2)
+    layout = NVMMASharedLayout(swizzle_byte_width=2 * width, element_bitwidth=16, rank=2)
+    return lambda *described: TensorDescriptor(*described, layout)
 
 
 def _descriptor(x: Tensor, width: int) -> Any:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [_BLOCK, width], _layout(width))
+    return described(_boxes(width), x, (_BLOCK, width))
 
 
 def _run(
