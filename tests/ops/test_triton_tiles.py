@@ -220,6 +220,18 @@ def test_a_descriptor_describes_its_matrix_and_keeps_no_memory():
     assert there() is None
 
 
+@pytest.mark.parametrize("interpreted", [False, True])
+@pytest.mark.parametrize(("capability", "has_engine"), [((8, 0), False), ((9, 0), True), ((10, 0), True)])
+def test_the_interpreter_has_no_copy_engine(monkeypatch, capability, has_engine, interpreted):
+    """It runs kernels on any CUDA tensors, and would copy what a descriptor describes."""
+    from hf_infcl.ops.triton import configs
+
+    monkeypatch.setattr(configs, "chip", lambda index: (capability, 132))
+    monkeypatch.setattr(configs, "triton_interpreted", lambda: interpreted)
+    assert configs.uses_tma(torch.device("cuda", 0)) == (has_engine and not interpreted)
+    assert not configs.uses_tma(torch.device("cpu"))
+
+
 @pytest.mark.parametrize("precision", ["tf32", "tf32x3", "ieee"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_matmul_adds_in_float32(triton_tiles, precision, dtype):

@@ -37,8 +37,8 @@ def chip(index: int) -> tuple[tuple[int, int], int]:
 
 
 def uses_tma(device: torch.device) -> bool:
-    """Whether the chip has the bulk tensor copy engine (Hopper and later)."""
-    return device.type == "cuda" and chip(device.index or 0)[0] >= (9, 0)
+    """Whether kernels read by the bulk tensor copy engine of Hopper and later, which the interpreter has not."""
+    return device.type == "cuda" and chip(device.index or 0)[0] >= (9, 0) and not triton_interpreted()
 
 
 def interpreted(n: int) -> TileConfig:
