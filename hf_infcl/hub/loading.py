@@ -47,10 +47,10 @@ def load_dual_encoder(
         merge: whether to fold the adapter in use into the weights; a plain transformers model is returned.
 
     Returns:
-        (model, processor). The model is in eval mode. Called with `pixel_values` or `input_ids` it returns
-        `image_embeds` or `text_embeds` of shape (n, D) and length 1. Called with both it is the model's own forward:
-        both embeddings, `logits_per_image`, `logits_per_text`, and `loss` where `return_loss=True` asks for it. It
-        normalises uint8 `pixel_values` itself.
+        (model, processor). The model is in eval mode; with an adapter, unless merged, all of it is frozen, as PEFT loads
+        it. Called with `pixel_values` or `input_ids` it returns `image_embeds` or `text_embeds` of shape (n, D) and
+        length 1. Called with both it is the model's own forward: both embeddings, `logits_per_image`,
+        `logits_per_text`, and `loss` where `return_loss=True` asks for it. It normalises uint8 `pixel_values` itself.
 
     Raises:
         ValueError: for a family that is not supported, an adapter without a base or of another one, weights that are
@@ -87,6 +87,8 @@ def load_dual_encoder(
     prepare_dual_encoder(model, processor, logits=True)
     if adapters and merge:
         model = model.merge_and_unload()  # type: ignore[operator]
+        for parameter in model.parameters():  # PEFT has frozen them; a plain model can be trained
+            parameter.requires_grad_(parameter.is_floating_point())
     return model.eval(), processor
 
 

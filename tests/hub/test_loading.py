@@ -73,6 +73,7 @@ def test_an_adapter_loads_back_equal(family: str, merge: bool, tmp_path: Path) -
     loaded, _ = load_dual_encoder(base, adapter=tmp_path / "adapter", merge=merge)
     _assert_equal(loaded(**batch), trained(**batch), atol=1e-4 if merge else 0)
     assert isinstance(loaded, PeftModel) is not merge
+    assert {parameter.requires_grad for parameter in loaded.parameters()} == {merge}
     plain, _ = load_dual_encoder(base)
     assert not torch.allclose(plain(**batch).image_embeds, loaded(**batch).image_embeds, atol=1e-2)
     assert not torch.allclose(plain(**batch).text_embeds, loaded(**batch).text_embeds, atol=1e-2)
