@@ -47,8 +47,8 @@ def load_dual_encoder(
         merge: whether to fold the adapter in use into the weights; a plain transformers model is returned.
 
     Returns:
-        (model, processor). The model is in eval mode; with an adapter, unless merged, all of it is frozen, as PEFT loads
-        it. Called with `pixel_values` or `input_ids` it returns `image_embeds` or `text_embeds` of shape (n, D) and
+        (model, processor). The model is in eval mode; with an adapter, unless merged, it is frozen, as PEFT loads it.
+        Called with `pixel_values` or `input_ids` it returns `image_embeds` or `text_embeds` of shape (n, D) and
         length 1. Called with both it is the model's own forward: both embeddings, `logits_per_image`,
         `logits_per_text`, and `loss` where `return_loss=True` asks for it. It normalises uint8 `pixel_values` itself.
 
