@@ -197,16 +197,19 @@ def main() -> None:
         (kernels_statistics.merge_kernel, (0, 0, 0, 4, 1), {**merge, "BLOCK": 32, "STEP": 16}, {"copy_engine": False}),
     ]
     if capability == 90:
-        turns = {"ROWS": True, "COLS": True, "STEPS": 8, "GROUP": 8, "IDS": False, "BY_PLACE": False}
+        turns = {"ROWS": True, "COLS": True, "STEPS": 8, "KEPT": 8, "GROUP": 8, "IDS": False, "BY_PLACE": False}
         masked = {"IDS": True, "BY_PLACE": True}
         forward = {**turns, "FRESH": False, "STAGES": 5}
         backward = {**turns, "MANY_POSITIVES": False, "SMOOTH": False, "STAGES": 4}
+        deep = {"STEPS": 16, "STAGES": 5}  # more than stays in shared memory
         jobs += [
             (kernels_pingpong_statistics.statistics_pingpong_kernel, big, forward, {}),
             (kernels_pingpong_statistics.statistics_pingpong_kernel, big, {**forward, **masked}, {"ids": 2}),
+            (kernels_pingpong_statistics.statistics_pingpong_kernel, big, {**forward, **deep}, {}),
             (kernels_pingpong_weights.weights_pingpong_kernel, big, backward, {}),
             (kernels_pingpong_weights.weights_pingpong_kernel, big, {**backward, **masked}, {"ids": 2}),
             (kernels_pingpong_weights.weights_pingpong_kernel, big, {**backward, "SMOOTH": True}, {}),
+            (kernels_pingpong_weights.weights_pingpong_kernel, big, {**backward, **deep, "KEPT": 5, "STAGES": 7}, {}),
         ]
     for kernel, tile, switches, more in jobs:
         if arguments.only in kernel.__name__:

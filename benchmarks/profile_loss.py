@@ -1,12 +1,12 @@
 """Where a step of the loss spends its time: every kernel's, what the host costs, and how busy the chip's units are.
 
-    python benchmarks/profile_loss.py                       # kernels and host, over sizes
+    python benchmarks/profile_loss.py                       # kernels, host, clock and power, over sizes
     python benchmarks/profile_loss.py --counters 16384      # hardware counters by kernel, where Nsight Compute runs
     python benchmarks/profile_loss.py --host                # small batches, with and without what spares the host
 
 A kernel's rate counts 2 N^2 D operations for each product that it computes of the whole similarity matrix, whatever
 repairs or partial tiles add. "host" is the time in which a step is only issued; where it exceeds the kernels' sum, the
-chip waits.
+chip waits. Clock and power are what the driver says (`nvidia-smi`) while steps of a large case follow one another.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import io
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -42,7 +43,19 @@ CASES = (
     (65_536, 768, ""),
     (65_536, 1024, ""),
     (65_536, 768, "sigmoid"),
+    (65_536, 512, "torch.compile"),
+    (65_536, 1024, "torch.compile"),
+    (65_536, 1024, "the library's product"),
 )
+# From so many pairs on, clock and power are sampled over so many seconds, after as many to settle.
+SAMPLED, SECONDS = 65_536, 2.0
+SAMPLES = {
+    "power.draw.instant": "watts",
+    "power.limit": "watts_allowed",
+    "clocks.sm": "mhz",
+    "clocks.max.sm": "mhz_allowed",
+    "temperature.gpu": "celsius",
+}
 # Products of 2 N^2 D operations that all launches of a kernel in one step compute.
 PRODUCTS = {
     "statistics_kernel": 1,
@@ -70,8 +83,19 @@ def step_of(n: int, d: int, kind: str) -> Callable[[], None]:
     """One forward and backward on n pairs."""
     x, y = bench.pairs(n, d, torch.bfloat16, "cuda")
     scale = torch.tensor(bench.SCALE, device="cuda", requires_grad=True)
+    if kind == "the library's product":
+        a, b = x.detach(), y.detach()
+        out = torch.empty(8192, n, device="cuda", dtype=a.dtype)
+
+        def product() -> None:
+            for rows in a.split(8192):
+                torch.mm(rows, b.T, out=out[: len(rows)])
+
+        return product
     if kind == "sigmoid":
         loss = peers.sigmoid("hf_infcl")
+    elif kind == "torch.compile":
+        loss = peers.contrastive(kind)
     elif kind == "ids":
         loss = peers.ours(ids=torch.stack([torch.randint(0, 10 * n, (n,), device="cuda") for _ in range(2)], 1))
     else:
@@ -89,6 +113,30 @@ def short(kernel: str) -> str:
     """A kernel's name without its arguments; the vendor's products, whatever they are called, as "library"."""
     products = ("gemm", "cutlass", "nvjet")
     return "library" if any(word in kernel.lower() for word in products) else kernel.split("<")[0].split("(")[0]
+
+
+def chip_state(step: Callable[[], None], ms: float) -> dict[str, float]:
+    """Medians of what the driver says of the chip while a step of so many milliseconds is repeated."""
+    repetitions = max(1, int(1e3 * SECONDS / ms))
+
+    def repeated() -> float:
+        begin = time.perf_counter()
+        for _ in range(repetitions):
+            step()
+        torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - begin) / repetitions
+
+    repeated()
+    query = ["nvidia-smi", f"--query-gpu={','.join(SAMPLES)}", "--format=csv,noheader,nounits", "-lms", "50", "-i", "0"]
+    with subprocess.Popen(query, stdout=subprocess.PIPE, text=True) as sampler:
+        taken = repeated()
+        sampler.terminate()
+        lines = sampler.communicate()[0].strip().splitlines()
+    rows = [[float(value) for value in line.split(",")] for line in lines if line.count(",") == len(SAMPLES) - 1]
+    found = {
+        name: statistics.median(column) for name, column in zip(SAMPLES.values(), zip(*rows, strict=True), strict=True)
+    }
+    return {"step_ms": taken, "samples": len(rows)} | found | {"joules": found["watts"] * taken / 1e3}
 
 
 def profile(n: int, d: int, kind: str, roof: float) -> dict[str, Any]:
@@ -116,10 +164,13 @@ def profile(n: int, d: int, kind: str, roof: float) -> dict[str, Any]:
     for name in sorted(spent, key=lambda name: -spent[name]):
         row: dict[str, Any] = {"kernel": name, "ms": spent[name], "launches": launches[name] / repetitions}
         if name in PRODUCTS:
-            rate = PRODUCTS[name] * 2 * n * n * d / spent[name] / 1e9
+            products = {"torch.compile": 3, "the library's product": 1}.get(kind, PRODUCTS[name])
+            rate = products * 2 * n * n * d / spent[name] / 1e9
             row |= {"tflops": rate, "share_of_roof": rate / roof}
         kernels.append(row)
     found = {"n": n, "d": d, "kind": kind, "ms": ms, "host_ms": host, "kernels_ms": sum(spent.values())}
+    if n >= SAMPLED:
+        found["chip"] = chip_state(step, ms)
     return found | {"roof": roof, "kernels": kernels}
 
 
@@ -128,6 +179,8 @@ def shown(found: dict[str, Any]) -> str:
         f"N={found['n']:<7} D={found['d']:<5} {found['kind']:8} {found['ms']:8.3f} ms, kernels "
         f"{found['kernels_ms']:8.3f}, host {found['host_ms']:7.3f}"
     ]
+    if "chip" in found:
+        lines.append("    " + ", ".join(f"{name} {value:.1f}" for name, value in found["chip"].items()))
     for row in found["kernels"][:7]:
         rate = f"{row['tflops']:6.0f} TFLOP/s {row['share_of_roof']:6.1%}" if "tflops" in row else ""
         lines.append(f"    {row['kernel'][:58]:58} {row['launches']:6.1f} x {row['ms']:8.3f} ms {rate}")
@@ -209,6 +262,7 @@ def main() -> None:
     parser.add_argument("--host", action="store_true", help="what spares the host work in small batches, one by one")
     parser.add_argument("--step", type=int, nargs=2, metavar=("N", "D"), help="one step alone, for a profiler to watch")
     parser.add_argument("--sizes", type=int, nargs="*", help="of the cases, only these sizes")
+    parser.add_argument("--depths", type=int, nargs="*", help="of the cases, only these depths")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -231,7 +285,8 @@ def main() -> None:
     else:
         results["steps"] = []
         for n, d, kind in CASES:
-            if not arguments.sizes or n in arguments.sizes:
+            wanted = (not arguments.sizes or n in arguments.sizes) and (not arguments.depths or d in arguments.depths)
+            if wanted:
                 results["steps"].append(profile(n, d, kind, bench.roof_tflops("cuda", torch.bfloat16)))
                 print(shown(results["steps"][-1]), flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)

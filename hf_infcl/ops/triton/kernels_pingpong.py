@@ -3,8 +3,10 @@
 One warp loads. Of two groups of four warps each makes every other tile: while one multiplies, the other takes
 exponentials, sums and stores, so that the tensor cores hardly wait. A program keeps its rows of X in shared memory and
 streams Y past them, which halves what it reads: plain tiles are bound by the shared memory, which products read and the
-copy engine fills. What comes out is, bit for bit, what the first launches of `kernels_statistics` and `kernels_weights`
-write, whose second launches follow here too. Whole tiles only: rows divide by 128, columns by 256.
+copy engine fills. Where the rows do not fit, as many steps of their depth stay as leave room for the loads under way,
+and the others are loaded for every tile. What comes out is, bit for bit, what the first launches of
+`kernels_statistics` and `kernels_weights` write, whose second launches follow here too. Whole tiles only: rows divide
+by 128, columns by 256.
 
 Barriers count what has happened, and a wait tells one phase from the next by its parity alone. So nobody may be two
 phases behind: a group waits for its turn, which it gets when the other has seen all the data that came before its own.
@@ -65,8 +67,15 @@ def share_of(n_rows, n_cols, n_programs):
 
 
 @gluon.jit
+def _streamed(k, STEPS: gl.constexpr, KEPT: gl.constexpr):
+    """How many of the first k steps of the depth bring their part of X anew: as evenly among all as can be."""
+    return k * (STEPS - KEPT) // STEPS
+
+
+@gluon.jit
 def load(
-    x, y, xs, ys, x_full, x_empty, full, empty, first, last, pairs_n, STEPS: gl.constexpr, STAGES: gl.constexpr
+    x, y, boxes, x_full, x_empty, full, empty, first, last, pairs_n,
+    STEPS: gl.constexpr, KEPT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Brings, tile after tile, what the two groups multiply; waits for whoever still reads what is there."""
     BYTES: gl.constexpr = BLOCK * STEP * x.dtype.primitive_bitwidth // 8
@@ -77,45 +86,74 @@ def load(
         at = pair // pairs_n
         if at != row:
             mbarrier.wait(x_empty.index(0), (run & 1) ^ 1)
-            mbarrier.expect(x_full.index(0), STEPS * BYTES)
+            mbarrier.expect(x_full.index(0), KEPT * BYTES)
             for k in range(STEPS):
-                _async_load(x, [at * BLOCK, k * STEP], x_full.index(0), xs.index(k))
+                before = _streamed(k, STEPS, KEPT)
+                stays = _streamed(k + 1, STEPS, KEPT) == before
+                _async_load(x, [at * BLOCK, k * STEP], x_full.index(0), boxes.index(k - before), pred=stays)
             run += 1
         row = at
         col0 = (pair % pairs_n) * 2 * BLOCK
         for step in range(2 * STEPS):
+            k = step % STEPS
+            if _streamed(k + 1, STEPS, KEPT) > _streamed(k, STEPS, KEPT):
+                stage = count % STAGES
+                mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+                mbarrier.expect(full.index(stage), BYTES)
+                _async_load(x, [at * BLOCK, k * STEP], full.index(stage), boxes.index(KEPT + stage))
+                count += 1
             stage = count % STAGES
             mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
             mbarrier.expect(full.index(stage), BYTES)
-            corner = [col0 + (step // STEPS) * BLOCK, (step % STEPS) * STEP]
-            _async_load(y, corner, full.index(stage), ys.index(stage))
+            corner = [col0 + (step // STEPS) * BLOCK, k * STEP]
+            _async_load(y, corner, full.index(stage), boxes.index(KEPT + stage))
             count += 1
 
 
 @gluon.jit
 def product(
-    xs, ys, x_full, x_empty, full, empty, turn, place, run, ends_row,
-    MINE: gl.constexpr, L: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
+    boxes, x_full, x_empty, full, empty, turn, place, run, ends_row,
+    MINE: gl.constexpr, L: gl.constexpr, STEPS: gl.constexpr, KEPT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """u of a group's next tile, of the program's `place`th pair; ends_row: the last one of these rows of X."""
+    """u of a group's next tile, of the program's `place`th pair; ends_row: the last one of these rows of X.
+
+    boxes: (KEPT + STAGES, BLOCK, STEP), the steps of X that stay, then what is under way: in turn of X, where it does
+    not stay, and of Y. So a tile takes 2 STEPS - KEPT loads.
+    """
     u = gl.zeros((BLOCK, BLOCK), gl.float32, L)
-    count = (2 * place + MINE) * STEPS
-    stage = count % STAGES
+    count = (2 * place + MINE) * (2 * STEPS - KEPT)
+    x_stage = 0
+    y_stage = 0
+    streams = 0
     mbarrier.wait(x_full.index(0), run & 1)
     mbarrier.wait(turn.index(MINE), (place & 1) ^ (1 - MINE))
     for k in range(STEPS):
-        before = stage
-        stage = (count + k) % STAGES
-        mbarrier.wait(full.index(stage), ((count + k) // STAGES) & 1)
-        u = warpgroup_mma(xs.index(k), ys.index(stage).permute((1, 0)), u, use_acc=k > 0, is_async=True)
+        x_before, y_before, streamed = x_stage, y_stage, streams
+        box = k
+        if KEPT < STEPS:
+            before = _streamed(k, STEPS, KEPT)
+            streams = _streamed(k + 1, STEPS, KEPT) - before
+            x_stage = count % STAGES
+            mbarrier.wait(full.index(x_stage), (count // STAGES) & 1, pred=streams > 0)
+            box = gl.where(streams > 0, KEPT + x_stage, k - before)
+            count += streams
+        y_stage = count % STAGES
+        mbarrier.wait(full.index(y_stage), (count // STAGES) & 1)
+        count += 1
+        y = boxes.index(KEPT + y_stage).permute((1, 0))
+        u = warpgroup_mma(boxes.index(box), y, u, use_acc=k > 0, is_async=True)
         # One product stays under way; that before it, with what it read, is done, in all warps beyond the barrier.
         u = warpgroup_mma_wait(1, deps=[u])
         _barrier()
-        mbarrier.arrive(empty.index(before), pred=k > 0)
+        mbarrier.arrive(empty.index(y_before), pred=k > 0)
+        if KEPT < STEPS:
+            mbarrier.arrive(empty.index(x_before), pred=streamed > 0)
         mbarrier.arrive(turn.index(1 - MINE), pred=k == STEPS - 1)
     u = warpgroup_mma_wait(0, deps=[u])
     _barrier()
-    mbarrier.arrive(empty.index(stage))
+    mbarrier.arrive(empty.index(y_stage))
+    if KEPT < STEPS:
+        mbarrier.arrive(empty.index(x_stage))  # the last step always streams
     if ends_row:
         mbarrier.arrive(x_empty.index(0))
     return u

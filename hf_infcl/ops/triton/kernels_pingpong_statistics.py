@@ -93,10 +93,11 @@ def _tile_statistics(
 
 @gluon.jit
 def _statistics_group(
-    xs, ys, x_full, x_empty, full, empty, turn, first, last, n_rows, n_cols, shift, related, related_stride, s2,
+    boxes, x_full, x_empty, full, empty, turn, first, last, n_rows, n_cols, shift, related, related_stride, s2,
     row_stats, col_stats, row_stats_stride, col_stats_stride, row_parts, col_parts, doubts,
     MINE: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, IDS: gl.constexpr, BY_PLACE: gl.constexpr,
-    FRESH: gl.constexpr, GROUP: gl.constexpr, L: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
+    FRESH: gl.constexpr, GROUP: gl.constexpr, L: gl.constexpr, STEPS: gl.constexpr, KEPT: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     pairs_n = n_cols // (2 * BLOCK)
     following = (0, 0, 0, 0)
@@ -105,8 +106,8 @@ def _statistics_group(
     for pair in range(first, last):
         row, col = pair // pairs_n, pair % pairs_n
         u = product(
-            xs, ys, x_full, x_empty, full, empty, turn, pair - first, row - first // pairs_n, col == pairs_n - 1,
-            MINE, L, STEPS, STAGES,
+            boxes, x_full, x_empty, full, empty, turn, pair - first, row - first // pairs_n, col == pairs_n - 1,
+            MINE, L, STEPS, KEPT, STAGES,
         )  # fmt: skip
         cells = following
         if IDS:
@@ -126,17 +127,17 @@ def statistics_pingpong_kernel(
     x, y, n_rows, n_cols, shift, related, related_stride, scale, row_stats, col_stats, row_stats_stride,
     col_stats_stride, row_parts, col_parts, doubts, n_programs,
     ROWS: gl.constexpr, COLS: gl.constexpr, IDS: gl.constexpr, BY_PLACE: gl.constexpr, FRESH: gl.constexpr,
-    GROUP: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, STEPS: gl.constexpr, KEPT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """What `kernels_statistics.statistics_kernel` writes when it is neither EXACT nor a REPAIR.
 
     x, y: descriptors, (BLOCK, STEP) at a time. related: the chunk's map (IDS). BY_PLACE: what the map names one by one
     is left out here, else all tiles in which ids may agree are left to the second launch. FRESH: the chunk is all there
-    is. STEPS: of the depth. STAGES: loads of Y under way. There are at most as many programs as pairs of tiles.
+    is. STEPS: of the depth. KEPT: of them, those whose part of X stays. STAGES: loads under way.
+    There are at most as many programs as pairs of tiles.
     """
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK, 16])
-    xs = gl.allocate_shared_memory(x.dtype, [STEPS, BLOCK, STEP], x.layout)
-    ys = gl.allocate_shared_memory(y.dtype, [STAGES, BLOCK, STEP], y.layout)
+    boxes = gl.allocate_shared_memory(x.dtype, [KEPT + STAGES, BLOCK, STEP], x.layout)
     x_full, x_empty = barriers(1, 1), barriers(1, 2)
     full, empty, turn = barriers(STAGES, 1), barriers(STAGES, 1), barriers(2, 1)
     fence_async_shared()
@@ -145,17 +146,17 @@ def statistics_pingpong_kernel(
     gl.warp_specialize(
         [
             (_statistics_group, (
-                xs, ys, x_full, x_empty, full, empty, turn, first, last, n_rows, n_cols, shift, related,
+                boxes, x_full, x_empty, full, empty, turn, first, last, n_rows, n_cols, shift, related,
                 related_stride, s2, row_stats, col_stats, row_stats_stride, col_stats_stride, row_parts, col_parts,
-                doubts, 0, ROWS, COLS, IDS, BY_PLACE, FRESH, GROUP, L, STEPS, STAGES,
+                doubts, 0, ROWS, COLS, IDS, BY_PLACE, FRESH, GROUP, L, STEPS, KEPT, STAGES,
             )),
             (_statistics_group, (
-                xs, ys, x_full, x_empty, full, empty, turn, first, last, n_rows, n_cols, shift, related,
+                boxes, x_full, x_empty, full, empty, turn, first, last, n_rows, n_cols, shift, related,
                 related_stride, s2, row_stats, col_stats, row_stats_stride, col_stats_stride, row_parts, col_parts,
-                doubts, 1, ROWS, COLS, IDS, BY_PLACE, FRESH, GROUP, L, STEPS, STAGES,
+                doubts, 1, ROWS, COLS, IDS, BY_PLACE, FRESH, GROUP, L, STEPS, KEPT, STAGES,
             )),
             (load, (
-                x, y, xs, ys, x_full, x_empty, full, empty, first, last, n_cols // (2 * BLOCK), STEPS, STAGES,
+                x, y, boxes, x_full, x_empty, full, empty, first, last, n_cols // (2 * BLOCK), STEPS, KEPT, STAGES,
             )),
         ],
         [WARPS, 1],

@@ -68,11 +68,11 @@ def _halves(w):
 
 @gluon.jit
 def _weights_group(
-    xs, ys, gs, g, x_full, x_empty, full, empty, turn, first, last, n_rows, n_cols, shift, related, related_stride, s2,
+    boxes, gs, g, x_full, x_empty, full, empty, turn, first, last, n_rows, n_cols, shift, related, related_stride, s2,
     row_stats, col_stats, row_stats_stride, col_stats_stride, doubts, smoothing, gain,
     MINE: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, IDS: gl.constexpr, BY_PLACE: gl.constexpr,
     MANY_POSITIVES: gl.constexpr, SMOOTH: gl.constexpr, GROUP: gl.constexpr, L: gl.constexpr, STEPS: gl.constexpr,
-    STAGES: gl.constexpr,
+    KEPT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     each = gl.arange(0, BLOCK, layout=EACH)
@@ -106,8 +106,8 @@ def _weights_group(
             lows, highs = col_lse, col_lse
         lowest, highest = gl.reduce((lows, highs), 0, _extremes)
         u = product(
-            xs, ys, x_full, x_empty, full, empty, turn, pair - first, row - first // pairs_n, col == pairs_n - 1,
-            MINE, L, STEPS, STAGES,
+            boxes, x_full, x_empty, full, empty, turn, pair - first, row - first // pairs_n, col == pairs_n - 1,
+            MINE, L, STEPS, KEPT, STAGES,
         )  # fmt: skip
         # The next tile's arrive while this one is finished. Nothing may use them before: it would wait.
         then = gl.minimum(pair + 1, last - 1)
@@ -183,7 +183,7 @@ def weights_pingpong_kernel(
     x, y, g, n_rows, n_cols, shift, related, related_stride, scale, row_stats, col_stats, row_stats_stride,
     col_stats_stride, doubts, smoothing, gain, n_programs,
     ROWS: gl.constexpr, COLS: gl.constexpr, IDS: gl.constexpr, BY_PLACE: gl.constexpr, MANY_POSITIVES: gl.constexpr,
-    SMOOTH: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
+    SMOOTH: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr, KEPT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """What `kernels_weights.weights_kernel` writes when it neither is EXACT nor a REPAIR nor wants a sum.
 
@@ -191,8 +191,7 @@ def weights_pingpong_kernel(
     launch; doubts tell which. The rest as for `statistics_pingpong_kernel`.
     """
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK, 16])
-    xs = gl.allocate_shared_memory(x.dtype, [STEPS, BLOCK, STEP], x.layout)
-    ys = gl.allocate_shared_memory(y.dtype, [STAGES, BLOCK, STEP], y.layout)
+    boxes = gl.allocate_shared_memory(x.dtype, [KEPT + STAGES, BLOCK, STEP], x.layout)
     gs = gl.allocate_shared_memory(g.dtype, [4, BLOCK, BLOCK // 4], g.layout)
     x_full, x_empty = barriers(1, 1), barriers(1, 2)
     full, empty, turn = barriers(STAGES, 1), barriers(STAGES, 1), barriers(2, 1)
@@ -202,17 +201,17 @@ def weights_pingpong_kernel(
     gl.warp_specialize(
         [
             (_weights_group, (
-                xs, ys, gs, g, x_full, x_empty, full, empty, turn, first, last, n_rows, n_cols, shift, related,
+                boxes, gs, g, x_full, x_empty, full, empty, turn, first, last, n_rows, n_cols, shift, related,
                 related_stride, s2, row_stats, col_stats, row_stats_stride, col_stats_stride, doubts, smoothing, gain,
-                0, ROWS, COLS, IDS, BY_PLACE, MANY_POSITIVES, SMOOTH, GROUP, L, STEPS, STAGES,
+                0, ROWS, COLS, IDS, BY_PLACE, MANY_POSITIVES, SMOOTH, GROUP, L, STEPS, KEPT, STAGES,
             )),
             (_weights_group, (
-                xs, ys, gs, g, x_full, x_empty, full, empty, turn, first, last, n_rows, n_cols, shift, related,
+                boxes, gs, g, x_full, x_empty, full, empty, turn, first, last, n_rows, n_cols, shift, related,
                 related_stride, s2, row_stats, col_stats, row_stats_stride, col_stats_stride, doubts, smoothing, gain,
-                1, ROWS, COLS, IDS, BY_PLACE, MANY_POSITIVES, SMOOTH, GROUP, L, STEPS, STAGES,
+                1, ROWS, COLS, IDS, BY_PLACE, MANY_POSITIVES, SMOOTH, GROUP, L, STEPS, KEPT, STAGES,
             )),
             (load, (
-                x, y, xs, ys, x_full, x_empty, full, empty, first, last, n_cols // (2 * BLOCK), STEPS, STAGES,
+                x, y, boxes, x_full, x_empty, full, empty, first, last, n_cols // (2 * BLOCK), STEPS, KEPT, STAGES,
             )),
         ],
         [WARPS, 1],

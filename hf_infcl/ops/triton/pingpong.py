@@ -17,8 +17,13 @@ _BLOCK, _STEP, _QUARTER = 128, 64, 32
 # multiprocessor is worth starting.
 _SMALLEST = 2**33
 # Boxes of 16 KiB, rows of X and Y by a step of the depth, that fit in shared memory beside what the epilogues keep
-# there: all steps of X, and as many of Y as are left, which are loads under way. With three the tensor cores wait.
+# there, and how many of them are at least for loads under way. The others keep X.
 _STATISTICS_BOXES, _WEIGHTS_BOXES, _LEAST_STAGES = 13, 12, 4
+# Where X does not fit, so many are: with fewer the tensor cores wait for L2, with more there is more to load. The steps
+# of X that do not stay are loaded for every tile, like Y's.
+_STATISTICS_STAGES, _WEIGHTS_STAGES = 5, 7
+# Deeper chunks were tried with fewer loads under way alone, and lost to the plain kernels.
+_DEEPEST = 1024
 
 
 def suits(tiles: Tiles, precise: bool) -> bool:
@@ -36,7 +41,7 @@ def suits(tiles: Tiles, precise: bool) -> bool:
         and x.dtype in (torch.bfloat16, torch.float16)
         and n_rows % _BLOCK == 0
         and n_cols % (2 * _BLOCK) == 0
-        and cdiv(depth, _STEP) + _LEAST_STAGES <= _WEIGHTS_BOXES
+        and depth <= _DEEPEST
         and 2 * n_rows * n_cols * depth >= _SMALLEST
         # Its warp-group products are this one architecture's.
         and chip(device.index or 0)[0] == (9, 0)
@@ -57,13 +62,22 @@ def _descriptor(x: Tensor, width: int) -> Any:
     return described(_boxes(width), x, (_BLOCK, width))
 
 
+def _programs(processors: int, pairs: int) -> int:
+    """How many programs share the pairs of tiles: where it leaves few multiprocessors idle, a power of two.
+
+    Chunks are cut at powers of two, so that programs then begin at the same columns and share what L2 holds of Y.
+    """
+    power = 1 << (processors.bit_length() - 1)
+    return min(power if 20 * power >= 19 * processors else processors, pairs)
+
+
 def _run(
     kernel: Any,
     tiles: Tiles,
     between: tuple[Any, ...],
     values: tuple[Any, ...],
     switches: tuple[Any, ...],
-    boxes: int,
+    boxes: tuple[int, int],
     kind: Hashable,
 ) -> None:
     """Launches a kernel on the chunk that `tiles` describes.
@@ -72,12 +86,14 @@ def _run(
         between: run-time arguments between the operands and the sizes.
         values: run-time arguments that follow the map.
         switches: its own compile-time arguments.
-        boxes: of shared memory for operands.
+        boxes: of shared memory for operands, and how many of them are for loads where X does not fit.
     """
     x, y, related = tiles.x, tiles.y, tiles.related
     (n_rows, depth), n_cols = x.shape, y.shape[0]
     steps = cdiv(depth, _STEP)
-    programs = min(tiles.processors, n_rows // _BLOCK * (n_cols // (2 * _BLOCK)))
+    room, stages = boxes
+    kept = steps if steps + _LEAST_STAGES <= room else room - stages
+    programs = _programs(tiles.processors, n_rows // _BLOCK * (n_cols // (2 * _BLOCK)))
     stride = 0 if related is None else related.stride(0)
     launch(
         kernel,
@@ -87,7 +103,7 @@ def _run(
             _descriptor(x, _STEP), _descriptor(y, _STEP), *between, n_rows, n_cols, tiles.shift, related, stride,
             *values, programs,
         ),
-        (*switches, tiles.config.group, steps, boxes - steps),
+        (*switches, tiles.config.group, steps, kept, room - kept),
         warps=4,
         stages=1,
         kind=kind,
@@ -109,7 +125,8 @@ def statistics(
 
     by_place = tiles.masks and rule.label_smoothing == 0
     switches = (*wanted, tiles.has_ids, by_place, fresh)
-    _run(statistics_pingpong_kernel, tiles, (), values, switches, _STATISTICS_BOXES, kind)
+    boxes = _STATISTICS_BOXES, _STATISTICS_STAGES
+    _run(statistics_pingpong_kernel, tiles, (), values, switches, boxes, kind)
 
 
 def weights(
@@ -126,4 +143,5 @@ def weights(
     many = tiles.has_ids and rule.duplicates == "positive"
     switches = (*wanted, tiles.has_ids, tiles.masks, many, rule.label_smoothing > 0)
     between = (_descriptor(g, _QUARTER),)
-    _run(weights_pingpong_kernel, tiles, between, values, switches, _WEIGHTS_BOXES, kind)
+    boxes = _WEIGHTS_BOXES, _WEIGHTS_STAGES
+    _run(weights_pingpong_kernel, tiles, between, values, switches, boxes, kind)

@@ -6,9 +6,9 @@ from torch import Tensor
 from hf_infcl.ops.sides import Side
 from hf_infcl.ops.torch_tiles import matmul as float32_matmul
 
-# Rows and columns of a chunk: 16,384^2 forward, where a chunk costs only its tiles' statistics (12 MiB), and 8,192^2
-# backward, where G takes 128 MiB in bfloat16.
-_STATISTICS_CHUNK = (16384, 16384)
+# Rows and columns of a chunk: 16,384 x 8,192 forward, where a chunk costs only its tiles' statistics (6 MiB) and its Y
+# is to stay in L2 (16 MiB at a depth of 1,024), and 8,192^2 backward, where G takes 128 MiB in bfloat16.
+_STATISTICS_CHUNK = (16384, 8192)
 _WEIGHTS_CHUNK = (8192, 8192)
 
 # |G| <= 2, and most of it is near 1/n: in float16 it is kept 2^14 times larger, clear of the subnormals below 6e-5.

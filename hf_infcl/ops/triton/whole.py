@@ -156,12 +156,12 @@ class Batch:
         shared = is_half and self._exceeds(_LARGEST_EXACT) and not smooth and not tiles.has_ids
         doubts = torch.empty(tiles.tiles_m * tiles.tiles_n, device=device, dtype=torch.int32) if shared else None
         values = (scale, *running, row_parts, col_parts, doubts)
-        if pingpong.suits(tiles, not shared):
+        # In float16, whose range they would leave, they would cost three of its bits.
+        keep = keep and shared and self.images.dtype == torch.bfloat16 and self.depth > _SHALLOW
+        keep = keep and self._exceeds(_LARGEST_FUSED)
+        if not keep and pingpong.suits(tiles, not shared):
             pingpong.statistics(tiles, rule, values, wanted, True, kind=self.kind)
         else:
-            # In float16, whose range they would leave, they would cost three of its bits.
-            keep = keep and shared and self.images.dtype == torch.bfloat16 and self.depth > _SHALLOW
-            keep = keep and self._exceeds(_LARGEST_FUSED)
             kept: tuple[Any, ...] = NONE_KEPT
             if keep:
                 assert doubts is not None
