@@ -123,7 +123,7 @@ def test_the_same_bits_every_time(counted):
             assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize(("n", "d", "launches"), [(16_384, 64, 5), (8192, 1024, 0), (16_384, 1024, 1)])
+@pytest.mark.parametrize(("n", "d", "launches"), [(16_384, 64, 5), (8192, 768, 0), (8192, 1024, 0), (16_384, 1024, 1)])
 def test_batches_in_which_the_chip_is_the_bound(monkeypatch, counted, n, d, launches):
     """The way of a batch alone, which shares a maximum and multiplies by bands there.
 

@@ -28,7 +28,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 LARGEST = 16_384
 # From so many terms in the product of images and texts the GPU is what a step waits for, however few the pairs.
-_LARGEST_WORK = 2**36
+_LARGEST_WORK = 3 * 2**34  # 8,192 pairs of 768
 # Up to here each row keeps its own maximum: sharing one costs the host a second launch.
 _LARGEST_EXACT = 8192
 # In float32 G is kept whole. With ids every tile compares its own, which at more pairs costs more than a map of them,
