@@ -278,6 +278,13 @@ def main() -> None:
         return
     results: dict[str, Any] = {"environment": bench.environment()}
     stem = "host" if arguments.host else "profile" if arguments.counters is None else "counters"
+    device = results["environment"]["device"].lower().replace(" ", "_")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / f"loss_{stem}_{device}.json"
+
+    def write() -> None:
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
     if arguments.host:
         results["steps"] = [host(n, 512) for n in arguments.sizes or (512, 1024, 2048, 4096, 8192, 16_384)]
     elif arguments.counters is not None:
@@ -289,10 +296,8 @@ def main() -> None:
             if wanted:
                 results["steps"].append(profile(n, d, kind, bench.roof_tflops("cuda", torch.bfloat16)))
                 print(shown(results["steps"][-1]), flush=True)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    device = results["environment"]["device"].lower().replace(" ", "_")
-    path = arguments.out / f"loss_{stem}_{device}.json"
-    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+                write()  # a run that is cut short leaves what it has
+    write()
     print("written:", path)
 
 
