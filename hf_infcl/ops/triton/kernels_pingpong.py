@@ -118,7 +118,8 @@ def product(
     """u of a group's next tile, of the program's `place`th pair; ends_row: the last one of these rows of X.
 
     boxes: (KEPT + STAGES, BLOCK, STEP), the steps of X that stay, then what is under way: in turn of X, where it does
-    not stay, and of Y. So a tile takes 2 STEPS - KEPT loads.
+    not stay, and of Y. So a tile takes 2 STEPS - KEPT loads; four at least are under way, since those of a step stay
+    until the next has begun.
     """
     u = gl.zeros((BLOCK, BLOCK), gl.float32, L)
     count = (2 * place + MINE) * (2 * STEPS - KEPT)
