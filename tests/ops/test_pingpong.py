@@ -26,3 +26,14 @@ def test_the_installed_triton_compiles_them(tmp_path):
     for kernel, stack, shared in lines:
         assert int(stack) < 256, kernel  # the tile of a thread is 512 bytes
         assert int(shared) <= 227, kernel
+
+
+@pytest.mark.skipif(not triton_installed(), reason="needs triton, which is for Linux only")
+@pytest.mark.parametrize(
+    ("processors", "pairs", "expected"),
+    [(132, 4096, 128), (132, 60, 60), (128, 4096, 128), (114, 4096, 114), (78, 4096, 78)],
+)
+def test_programs_are_a_power_of_two_where_that_idles_few_multiprocessors(processors, pairs, expected):
+    from hf_infcl.ops.triton import pingpong
+
+    assert pingpong._programs(processors, pairs) == expected
