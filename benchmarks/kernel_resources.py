@@ -201,7 +201,7 @@ def main() -> None:
         masked = {"IDS": True, "BY_PLACE": True}
         forward = {**turns, "FRESH": False, "STAGES": 5}
         backward = {**turns, "MANY_POSITIVES": False, "SMOOTH": False, "STAGES": 4}
-        deep = {"STEPS": 16, "STAGES": 5}  # more than stays in shared memory
+        deep = {"STEPS": 16, "KEPT": 7, "STAGES": 6}  # more than stays in shared memory
         jobs += [
             (kernels_pingpong_statistics.statistics_pingpong_kernel, big, forward, {}),
             (kernels_pingpong_statistics.statistics_pingpong_kernel, big, {**forward, **masked}, {"ids": 2}),
@@ -209,7 +209,7 @@ def main() -> None:
             (kernels_pingpong_weights.weights_pingpong_kernel, big, backward, {}),
             (kernels_pingpong_weights.weights_pingpong_kernel, big, {**backward, **masked}, {"ids": 2}),
             (kernels_pingpong_weights.weights_pingpong_kernel, big, {**backward, "SMOOTH": True}, {}),
-            (kernels_pingpong_weights.weights_pingpong_kernel, big, {**backward, **deep, "KEPT": 5, "STAGES": 7}, {}),
+            (kernels_pingpong_weights.weights_pingpong_kernel, big, {**backward, **deep, "KEPT": 4, "STAGES": 8}, {}),
         ]
     for kernel, tile, switches, more in jobs:
         if arguments.only in kernel.__name__:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,21 +16,35 @@ _BLOCK, _STEP, _QUARTER = 128, 64, 32
 # Operations of a chunk's product from which the kernels are worth their descriptors and a program on every
 # multiprocessor is worth starting.
 _SMALLEST = 2**33
-# Boxes of 16 KiB, rows of X and Y by a step of the depth, that fit in shared memory beside what the epilogues keep
-# there, and how many of them are at least for loads under way. The others keep X.
-_STATISTICS_BOXES, _WEIGHTS_BOXES, _LEAST_STAGES = 13, 12, 4
-# Where X does not fit, so many are: with fewer the tensor cores wait for L2, with more there is more to load. The steps
-# of X that do not stay are loaded for every tile, like Y's.
-_STATISTICS_STAGES, _WEIGHTS_STAGES = 5, 7
-# Deeper chunks were tried with fewer loads under way alone, and lost to the plain kernels.
-_DEEPEST = 1024
+# At least so many boxes of shared memory are for loads under way.
+_LEAST_STAGES = 4
 
 
-def suits(tiles: Tiles, precise: bool) -> bool:
+class Room(NamedTuple):
+    """What shared memory holds for a kernel's operands, in boxes of 16 KiB: rows of X or Y by a step of the depth.
+
+    Attributes:
+        boxes: so many fit beside what the epilogue keeps there. Those that no load under way needs keep X.
+        stages: where X does not fit, so many are for loads under way: with fewer the tensor cores wait for L2, with
+            more there is more to load. The steps of X that do not stay are loaded for every tile, like Y's.
+        deepest: up to this depth the kernel was measured to be faster than the plain one.
+    """
+
+    boxes: int
+    stages: int
+    deepest: int
+
+
+STATISTICS = Room(boxes=13, stages=6, deepest=1536)
+WEIGHTS = Room(boxes=12, stages=8, deepest=2048)
+
+
+def suits(tiles: Tiles, precise: bool, room: Room) -> bool:
     """Whether a chunk's first launch is made this way.
 
     Args:
         precise: every row is to keep its own maximum.
+        room: `STATISTICS` or `WEIGHTS`.
     """
     x, device = tiles.x, tiles.device
     (n_rows, depth), n_cols = x.shape, tiles.y.shape[0]
@@ -41,7 +55,7 @@ def suits(tiles: Tiles, precise: bool) -> bool:
         and x.dtype in (torch.bfloat16, torch.float16)
         and n_rows % _BLOCK == 0
         and n_cols % (2 * _BLOCK) == 0
-        and depth <= _DEEPEST
+        and depth <= room.deepest
         and 2 * n_rows * n_cols * depth >= _SMALLEST
         # Its warp-group products are this one architecture's.
         and chip(device.index or 0)[0] == (9, 0)
@@ -77,7 +91,7 @@ def _run(
     between: tuple[Any, ...],
     values: tuple[Any, ...],
     switches: tuple[Any, ...],
-    boxes: tuple[int, int],
+    room: Room,
     kind: Hashable,
 ) -> None:
     """Launches a kernel on the chunk that `tiles` describes.
@@ -86,13 +100,12 @@ def _run(
         between: run-time arguments between the operands and the sizes.
         values: run-time arguments that follow the map.
         switches: its own compile-time arguments.
-        boxes: of shared memory for operands, and how many of them are for loads where X does not fit.
+        room: what shared memory holds.
     """
     x, y, related = tiles.x, tiles.y, tiles.related
     (n_rows, depth), n_cols = x.shape, y.shape[0]
     steps = cdiv(depth, _STEP)
-    room, stages = boxes
-    kept = steps if steps + _LEAST_STAGES <= room else room - stages
+    kept = steps if steps + _LEAST_STAGES <= room.boxes else room.boxes - room.stages
     programs = _programs(tiles.processors, n_rows // _BLOCK * (n_cols // (2 * _BLOCK)))
     stride = 0 if related is None else related.stride(0)
     launch(
@@ -103,7 +116,7 @@ def _run(
             _descriptor(x, _STEP), _descriptor(y, _STEP), *between, n_rows, n_cols, tiles.shift, related, stride,
             *values, programs,
         ),
-        (*switches, tiles.config.group, steps, kept, room - kept),
+        (*switches, tiles.config.group, steps, kept, room.boxes - kept),
         warps=4,
         stages=1,
         kind=kind,
@@ -125,8 +138,7 @@ def statistics(
 
     by_place = tiles.masks and rule.label_smoothing == 0
     switches = (*wanted, tiles.has_ids, by_place, fresh)
-    boxes = _STATISTICS_BOXES, _STATISTICS_STAGES
-    _run(statistics_pingpong_kernel, tiles, (), values, switches, boxes, kind)
+    _run(statistics_pingpong_kernel, tiles, (), values, switches, STATISTICS, kind)
 
 
 def weights(
@@ -143,5 +155,4 @@ def weights(
     many = tiles.has_ids and rule.duplicates == "positive"
     switches = (*wanted, tiles.has_ids, tiles.masks, many, rule.label_smoothing > 0)
     between = (_descriptor(g, _QUARTER),)
-    boxes = _WEIGHTS_BOXES, _WEIGHTS_STAGES
-    _run(weights_pingpong_kernel, tiles, between, values, switches, boxes, kind)
+    _run(weights_pingpong_kernel, tiles, between, values, switches, WEIGHTS, kind)

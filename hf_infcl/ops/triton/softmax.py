@@ -63,7 +63,7 @@ def statistics(
     else:
         doubts = torch.empty(tiles.tiles_m * tiles.tiles_n, device=device, dtype=torch.int32)
         values = (scale, *running, row_parts, col_parts, doubts)
-        if pingpong.suits(tiles, False):
+        if pingpong.suits(tiles, False, pingpong.STATISTICS):
             pingpong.statistics(tiles, rule, values, wanted, False)
         else:
             first = (*wanted, many, left_out, False, False, False, False)
@@ -109,7 +109,7 @@ def softmax_weights(
     many = tiles.has_ids and rule.duplicates == "positive"
     wanted = row_stats is not None, col_stats is not None
     switches = (*wanted, many, rule.label_smoothing > 0, is_exact, want_sum)
-    in_turn = not want_sum and pingpong.suits(tiles, is_exact)
+    in_turn = not want_sum and pingpong.suits(tiles, is_exact, pingpong.WEIGHTS)
     if in_turn:
         pingpong.weights(tiles, rule, g, (scale, *stats, doubts, *last), wanted)
     if defer or not in_turn:

@@ -159,7 +159,7 @@ class Batch:
         # In float16, whose range they would leave, they would cost three of its bits.
         keep = keep and shared and self.images.dtype == torch.bfloat16 and self.depth > _SHALLOW
         keep = keep and self._exceeds(_LARGEST_FUSED)
-        if not keep and pingpong.suits(tiles, not shared):
+        if not keep and pingpong.suits(tiles, not shared, pingpong.STATISTICS):
             pingpong.statistics(tiles, rule, values, wanted, True, kind=self.kind)
         else:
             kept: tuple[Any, ...] = NONE_KEPT
@@ -216,7 +216,7 @@ class Batch:
         kind = (self.kind, g.dtype, g.stride(0) % 16)
         # Its descriptors cost the host more, which counts where that is the bound.
         pays = self._exceeds(_LARGEST_FUSED) and not want_sum
-        if pays and pingpong.suits(tiles, is_exact):
+        if pays and pingpong.suits(tiles, is_exact, pingpong.WEIGHTS):
             pingpong.weights(tiles, rule, g, (self.scale, *stats, None, *last), wanted, kind=kind)
             return None
         many = tiles.has_ids and rule.duplicates == "positive"
