@@ -409,7 +409,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    depths = sorted({row["depth"] for row in rows})
+    at = {row["depth"]: {other["size"] for other in rows if other["depth"] == row["depth"]} for row in rows}
+    depths = sorted(depth for depth in at if len(at[depth]) > 2) or sorted(at)  # two points are no curve
     figure, axes = pyplot.subplots(2, len(depths), figsize=(5 * len(depths), 7), squeeze=False, sharex=True)
     for column, depth in enumerate(depths):
         for name in dict.fromkeys(row["name"] for row in rows):
