@@ -173,6 +173,29 @@ def newest_checkpoint(output_dir: str | Path) -> str | None:
     return None if newest is None else str(newest)
 
 
+def how_to_go_on(saved: str | None, output_dir: str | Path) -> str | None:
+    """What an interrupted run should say of going on, or None.
+
+    Args:
+        saved: the last checkpoint it saved, or else resumed from.
+        output_dir: its folder, in which those of earlier runs may lie.
+    """
+    newest = newest_checkpoint(output_dir)
+    if newest is None or not _was_saved(Path(newest)):
+        newest = None
+    if saved is None:
+        return None if newest is None else f"This run had saved no checkpoint yet: {newest} is an earlier run's"
+    if not _was_saved(Path(saved)):  # stopped after a newer one had taken its place
+        saved = newest
+    if saved is None:
+        return None
+    is_last = newest is not None and Path(newest) == Path(saved)
+    return (
+        f"To go on from {saved}: trainer.train(resume_from_checkpoint={True if is_last else repr(saved)}), or on the "
+        f"command line --resume_from_checkpoint {'last' if is_last else saved}"
+    )
+
+
 def checkpoint_to_resume(args: TrainingArguments) -> str:
     """The newest checkpoint of `output_dir`; says which were passed over because they were not saved to their end.
 

@@ -17,6 +17,8 @@ class SavingTrainer(Trainer):
 
     args: InfCLConfig
     _card_is_current = False
+    # From which this run can go on: the last one saved, or the one it resumed from.
+    _last_checkpoint: str | None = None
 
     @property
     def _saves_adapter(self) -> bool:
@@ -31,12 +33,14 @@ class SavingTrainer(Trainer):
             torch.save(self.args, folder / "training_args.bin")
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
         if self.args.should_save:
-            folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
             mark_unsaved(folder)
             for file in other_weights(folder, self._saves_adapter):  # of an earlier run, whose checkpoint this replaces
                 file.unlink()
         super()._save_checkpoint(model, trial)
+        if not self.args.save_only_model:
+            self._last_checkpoint = str(folder)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

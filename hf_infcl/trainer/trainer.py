@@ -22,6 +22,7 @@ from hf_infcl.trainer.callbacks import FillMemoryBank, LogitScaleCap
 from hf_infcl.trainer.checkpoints import (
     check_checkpoint,
     checkpoint_to_resume,
+    how_to_go_on,
     newest_checkpoint,
     saved_step,
     stream_position,
@@ -285,7 +286,7 @@ class InfCLTrainer(SavingTrainer, SteppingTrainer):
         check_agreement(common_values(self))
         with checks.failing_together():
             check_folder(self.args.output_dir, self._saves_adapter)
-        resume_from_checkpoint = self.find_checkpoint(resume_from_checkpoint)
+        resume_from_checkpoint = self._last_checkpoint = self.find_checkpoint(resume_from_checkpoint)
         self._said_dropped = self._said_repeats = False
         self._card_is_current = False
         self._began = time.time()
@@ -299,12 +300,9 @@ class InfCLTrainer(SavingTrainer, SteppingTrainer):
             with above_the_bars():
                 return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         except KeyboardInterrupt as interrupt:
-            saved = newest_checkpoint(self.args.output_dir)
-            if saved is not None:
-                interrupt.add_note(
-                    f"To go on from {saved}: trainer.train(resume_from_checkpoint=True), or on the command line "
-                    "--resume_from_checkpoint last"
-                )
+            note = how_to_go_on(self._last_checkpoint, self.args.output_dir)
+            if note is not None and not self.args.save_only_model:
+                interrupt.add_note(note)
             raise
 
     def _say(self, line: str, *, shown: bool) -> None:
@@ -322,11 +320,13 @@ class InfCLTrainer(SavingTrainer, SteppingTrainer):
             )
         earlier = newest_checkpoint(self.args.output_dir)
         if earlier is not None:
+            limit = self.args.save_total_limit or 0
             logger.warning(
-                "output_dir holds checkpoints of an earlier run, the newest %s, and this run begins anew beside them. "
-                "To go on instead: trainer.train(resume_from_checkpoint=True), or --resume_from_checkpoint last, which "
+                "output_dir holds checkpoints of an earlier run, the newest %s, and this run begins anew beside "
+                "them%s. To go on instead: trainer.train(resume_from_checkpoint=True), or --resume_from_checkpoint last, which "
                 "takes this run's from its first one on",
                 earlier,
+                "" if limit <= 0 else f", deleting the oldest as it saves its own (save_total_limit={limit})",
             )
 
     def _init_training_state(

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from transformers import AutoModel, AutoProcessor, CLIPModel, TrainerCallback
 
 from hf_infcl import InfCLTrainer, load_dual_encoder
-from hf_infcl.trainer.checkpoints import newest_checkpoint
+from hf_infcl.trainer.checkpoints import how_to_go_on, newest_checkpoint
 from tests.tiny import save_tiny, tiny_clip, tiny_processor, tiny_siglip
 from tests.trainer.helpers import Rows, config, dropout_clip, lora, parameters, stack, trained, trainer
 
@@ -388,7 +388,9 @@ def test_a_run_that_begins_anew_beside_checkpoints_says_so(tmp_path, caplog):
     assert "earlier run" not in caplog.text
     saving(tmp_path, 1).train()
     assert caplog.text.count("earlier run") == 1
-    assert f"the newest {tmp_path / 'checkpoint-3'}, and this run begins anew" in caplog.text
+    assert f"the newest {tmp_path / 'checkpoint-3'}, and this run begins anew beside them. " in caplog.text
+    saving(tmp_path, 1, save_total_limit=2).train()
+    assert "beside them, deleting the oldest as it saves its own (save_total_limit=2). " in caplog.text
 
 
 def test_the_newest_checkpoint_is_the_last_runs_own(tmp_path):
@@ -409,19 +411,63 @@ def test_of_checkpoints_that_do_not_say_when_they_began_the_last_step_is_taken(t
     assert newest_checkpoint(tmp_path / "none") is None
 
 
-def test_an_interrupted_run_says_how_to_go_on(tmp_path):
+def notes_of_interrupted(run: InfCLTrainer, step: int, resume: str | None = None) -> list[str]:
     class Interrupt(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 1:
+            if state.global_step == step:
                 raise KeyboardInterrupt
 
+    run.add_callback(Interrupt())
     with pytest.raises(KeyboardInterrupt) as caught:
-        saving(tmp_path, 2, callbacks=[Interrupt()]).train()
-    (note,) = caught.value.__notes__
-    assert note.startswith(f"To go on from {tmp_path / 'checkpoint-1'}: trainer.train(resume_from_checkpoint=True)")
+        run.train(resume)
+    return getattr(caught.value, "__notes__", [])
+
+
+def test_an_interrupted_run_says_how_to_go_on(tmp_path):
+    (note,) = notes_of_interrupted(saving(tmp_path, 2), 1)
+    assert note == (
+        f"To go on from {tmp_path / 'checkpoint-1'}: trainer.train(resume_from_checkpoint=True), or on the command "
+        "line --resume_from_checkpoint last"
+    )
+    assert notes_of_interrupted(trainer(tmp_path / "other"), 1) == []
+    assert notes_of_interrupted(saving(tmp_path / "weights", 2, save_only_model=True), 1) == []
+
+
+def test_an_interrupted_run_does_not_pass_off_an_earlier_runs_checkpoint_as_its_own(tmp_path):
+    saving(tmp_path, 3).train()
+    (note,) = notes_of_interrupted(saving(tmp_path, 3), 0)
+    assert note == f"This run had saved no checkpoint yet: {tmp_path / 'checkpoint-3'} is an earlier run's"
+    # One that resumed goes on from where it did, until it has saved one of its own.
+    first = str(tmp_path / "checkpoint-1")
+    (note,) = notes_of_interrupted(saving(tmp_path, 3), 1, first)
+    assert note == (
+        f"To go on from {first}: trainer.train(resume_from_checkpoint={first!r}), or on the command line "
+        f"--resume_from_checkpoint {first}"
+    )
+    (note,) = notes_of_interrupted(saving(tmp_path, 3), 2, first)
+    assert note.startswith(f"To go on from {tmp_path / 'checkpoint-2'}: trainer.train(resume_from_checkpoint=True)")
+
+
+def test_an_interrupted_save_is_not_offered(tmp_path):
+    run = saving(tmp_path, 2)
+
+    def interrupted(folder):
+        raise KeyboardInterrupt
+
+    run._save_optimizer_and_scheduler = interrupted
     with pytest.raises(KeyboardInterrupt) as caught:
-        trainer(tmp_path / "other", callbacks=[Interrupt()]).train()
+        run.train()
+    assert (tmp_path / "checkpoint-1").is_dir()
     assert not hasattr(caught.value, "__notes__")
+
+
+def test_interrupted_after_the_last_checkpoint_was_cleared_away_the_newest_is_named(tmp_path):
+    saving(tmp_path, 2).train()
+    kept = tmp_path / "checkpoint-2"
+    note = how_to_go_on(str(tmp_path / "gone"), tmp_path)
+    assert note is not None
+    assert note.startswith(f"To go on from {kept}: trainer.train(resume_from_checkpoint=True)")
+    assert how_to_go_on(str(tmp_path / "gone"), tmp_path / "empty") is None
 
 
 def test_a_checkpoint_in_the_configuration_alone_is_not_resumed_from_and_says_so(tmp_path, caplog):
