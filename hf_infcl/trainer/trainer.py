@@ -323,8 +323,8 @@ class InfCLTrainer(SavingTrainer, SteppingTrainer):
             limit = self.args.save_total_limit or 0
             logger.warning(
                 "output_dir holds checkpoints of an earlier run, the newest %s, and this run begins anew beside "
-                "them%s. To go on instead: trainer.train(resume_from_checkpoint=True), or --resume_from_checkpoint last, which "
-                "takes this run's from its first one on",
+                "them%s. To go on instead: trainer.train(resume_from_checkpoint=True), or --resume_from_checkpoint "
+                "last, which takes this run's from its first one on",
                 earlier,
                 "" if limit <= 0 else f", deleting the oldest as it saves its own (save_total_limit={limit})",
             )
