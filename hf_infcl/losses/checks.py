@@ -64,9 +64,9 @@ def scalar(name: str, value: Any, like: Tensor, *, positive: bool) -> Tensor:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number or a one-element tensor, got {type(value).__name__}")
     dtype = accumulator_dtype(like.dtype)
-    largest = torch.finfo(dtype).max
+    largest, smallest = torch.finfo(dtype).max, torch.finfo(dtype).tiny  # less than the latter may be taken for 0
     number: Any = value  # an int may be larger than any float, so it is compared before it is converted
-    if not -largest <= number <= largest or (positive and number <= 0):
+    if not -largest <= number <= largest or (positive and number < smallest):
         raise ValueError(f"{name} must be finite in {dtype}{' and greater than 0' if positive else ''}, got {value}")
     return torch.full((), float(number), device=like.device, dtype=dtype)
 

@@ -222,6 +222,7 @@ EMBEDS = torch.eye(4)
         (dict(text_embeds=EMBEDS.half()), "text_embeds must have the dtype of image_embeds.*float16 and torch.float32"),
         (dict(text_embeds=EMBEDS.to("meta")), "text_embeds must be on the device of image_embeds.*meta and cpu"),
         (dict(logit_scale=0.0), "logit_scale must be finite in torch.float32 and greater than 0, got 0.0"),
+        (dict(logit_scale=1e-46), "logit_scale must be finite in torch.float32 and greater than 0, got 1e-46"),
         (dict(logit_scale=float("inf")), "logit_scale must be finite in torch.float32 and greater than 0, got inf"),
         (dict(logit_scale=float("nan")), "logit_scale must be finite"),
         (dict(logit_scale=1e300), "logit_scale must be finite in torch.float32 and greater than 0, got 1e.300"),

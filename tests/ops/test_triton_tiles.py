@@ -57,6 +57,19 @@ def assert_same_statistics(stats, expected, scale, tol=2e-5):
         torch.testing.assert_close(a.data[2:], b.data[2:], rtol=tol, atol=tol, equal_nan=True)
 
 
+def complete(stats, rows, cols, rule):
+    """What a chunk's statistics lack of a batch's."""
+    if rule.label_smoothing:  # as the block counts them, before its chunks take masked ones out
+        for part, mine, theirs in zip(stats, (rows, cols), (cols, rows), strict=True):
+            part.data[4] += mine.embeds @ theirs.embeds.sum(0)
+            part.data[5] += len(theirs)
+    for part in stats:  # every row of a batch has a positive and a candidate somewhere, if not in this chunk
+        part.data[3].clamp_(min=1)
+        part.data[:2, part.data[0] == -torch.inf] = 0
+        if rule.label_smoothing:
+            part.data[5].clamp_(min=1)
+
+
 BOTH, ROWS, COLS = (0, 1), (0,), (1,)
 ON, SHIFTED, OFF = (3, 0), (0, 10), (60, 0)  # offsets of rows and columns: pairs on, below and away from the diagonal
 CASES = [
@@ -85,15 +98,7 @@ def test_statistics_and_weights_match_pytorch(triton_tiles, ids, rule, offsets, 
     expected = statistics(torch_tiles, rows, cols, scale, rule, repeat=2)
     tol = 2e-2 if precision == "tf32" and DEVICE == "cuda" else 2e-5
     assert_same_statistics(stats, expected, scale, tol)
-    if rule.label_smoothing:  # as the block counts them, before its chunks take masked ones out
-        for part, mine, theirs in zip(expected, (rows, cols), (cols, rows), strict=True):
-            part.data[4] += mine.embeds @ theirs.embeds.sum(0)
-            part.data[5] += len(theirs)
-    for part in expected:  # every row of a batch has a positive and a candidate somewhere, if not in this chunk
-        part.data[3].clamp_(min=1)
-        part.data[:2, part.data[0] == -torch.inf] = 0
-        if rule.label_smoothing:
-            part.data[5].clamp_(min=1)
+    complete(expected, rows, cols, rule)
     chosen = [expected[i] if i in wanted else None for i in (0, 1)]
     known = related(triton_tiles, rows, cols, rule)
     g, gu = triton_tiles.softmax_weights(rows, cols, scale, rule, *chosen, precision, True, known)
@@ -147,6 +152,28 @@ def test_a_tile_that_both_launches_do_counts_its_pairs_once(triton_tiles, rule):
     ):
         assert torch.equal(mine.data[3], reference.data[3])
         torch.testing.assert_close(mine.data[2], reference.data[2], rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("rule", [Rule("mask"), Rule("mask", 0.1)])
+def test_a_lone_copy_is_left_out(triton_tiles, rule):
+    """Where one pair of a cell is a copy, the map says which, and no ids are compared."""
+    from hf_infcl.ops.triton.kernels_common import SEVERAL
+
+    rows, cols = chunk(n_rows=120, n_cols=125, ids=10**6)
+    rows.ids[7, 1] = cols.ids[90, 1]  # pair 10 of the batch and pair 90, either's image with the other's text
+    cells = related(triton_tiles, rows, cols, rule)
+    assert (cells > 0).sum() == 2
+    assert (cells != SEVERAL.value).all()
+    scale = torch.tensor([3.0], device=DEVICE)
+    expected = statistics(torch_tiles, rows, cols, scale, rule)
+    stats = statistics(triton_tiles, rows, cols, scale, rule, precision="tf32")
+    tol = 2e-2 if DEVICE == "cuda" else 2e-5
+    assert_same_statistics(stats, expected, scale, tol)
+    complete(expected, rows, cols, rule)
+    g, _ = triton_tiles.softmax_weights(rows, cols, scale, rule, *expected, "tf32", False, cells)
+    g_expected, _ = torch_tiles.softmax_weights(rows, cols, scale, rule, *expected, "ieee", False)
+    assert g_expected[7, 90] == g_expected[87, 10] == 0  # a copy is no candidate
+    torch.testing.assert_close(g, g_expected, rtol=tol, atol=tol / 10)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

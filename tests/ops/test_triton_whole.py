@@ -38,6 +38,48 @@ def test_a_loss_in_more_parts_than_are_added_up_at_a_time(monkeypatch):
     compare(*pairs("trained", 290, 20), 20.0, dtype=torch.bfloat16, device=DEVICE, backend="triton")
 
 
+@pytest.fixture(params=[torch.float16, torch.bfloat16, torch.float64])
+def default_dtype(request):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield request.param
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("loss", ["contrastive", "bands", "sigmoid", "hard negatives"])
+@pytest.mark.parametrize("wanted", [(True, True), (False, True)], ids=["", "frozen images"])
+@pytest.mark.parametrize("block_size", [None, 16])
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_torchs_default_dtype_changes_nothing(monkeypatch, default_dtype, loss, wanted, block_size, backend):
+    from functools import partial
+
+    from hf_infcl import contrastive_loss, hard_negative_loss, sigmoid_loss
+    from hf_infcl.ops.triton import whole
+
+    if loss == "bands":
+        monkeypatch.setattr(whole, "_LARGEST_FUSED", 0)
+        monkeypatch.setattr(whole, "_BAND", 64)
+    function = {
+        "sigmoid": partial(sigmoid_loss, logit_bias=-3.0),
+        "hard negatives": partial(hard_negative_loss, k=3),
+    }.get(loss, contrastive_loss)
+    dtype = torch.bfloat16 if loss == "bands" else torch.float32
+    x, y = (side.to(DEVICE, dtype) for side in pairs("trained", 33, 16))
+
+    def step():
+        a, b = (t.clone().requires_grad_(want) for t, want in zip((x, y), wanted, strict=True))
+        scale = torch.tensor(9.0, device=DEVICE, dtype=torch.float32, requires_grad=True)
+        value = function(a, b, logit_scale=scale, block_size=block_size, backend=backend)
+        value.backward()
+        return [t for t in (value.detach(), a.grad, b.grad, scale.grad) if t is not None]
+
+    found = step()
+    torch.set_default_dtype(torch.float32)
+    for one, expected in zip(found, step(), strict=True):
+        assert one.dtype == expected.dtype
+        assert torch.equal(one, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["identical", "opposite"])
 def test_equal_rows_leave_no_gradient_behind(kind, dtype):

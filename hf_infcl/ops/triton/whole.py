@@ -50,6 +50,11 @@ _DOT_BLOCK = 8192
 _PART, _PART_DEPTH = 16, 32
 
 
+def _empty(device: torch.device, *shape: int) -> Tensor:
+    """Room for what the kernels write in float32, whatever torch's default dtype is."""
+    return torch.empty(shape, device=device, dtype=torch.float32)
+
+
 def suits(n: int, dtype: torch.dtype, has_ids: bool, block_size: int | None) -> bool:
     """Whether a batch of n pairs goes this way."""
     largest = LARGEST_FLOAT32 if dtype == torch.float32 else LARGEST_WITH_IDS if has_ids else LARGEST
@@ -146,10 +151,10 @@ class Batch:
         many, smooth = tiles.has_ids and rule.duplicates == "positive", rule.label_smoothing > 0
         fields, planes, blocks = 6 if smooth else 4, 2 + 2 * many + 2 * smooth, -(-n // _MERGE_ROWS)
         sides = for_rows + for_cols
-        rows, cols = (torch.empty((fields, n) if wanted else (0,), device=device) for wanted in (for_rows, for_cols))
-        row_parts = torch.empty(planes * tiles.tiles_n * n if for_rows else 0, device=device)
-        col_parts = torch.empty(planes * tiles.tiles_m * n if for_cols else 0, device=device)
-        losses, loss = torch.empty(1 + blocks * sides, device=device), torch.empty((), device=device)
+        rows, cols = (_empty(device, *((fields, n) if wanted else (0,))) for wanted in (for_rows, for_cols))
+        row_parts = _empty(device, planes * tiles.tiles_n * n if for_rows else 0)
+        col_parts = _empty(device, planes * tiles.tiles_m * n if for_cols else 0)
+        losses, loss = _empty(device, 1 + blocks * sides), _empty(device)
         running = rows if for_rows else None, cols if for_cols else None, n, n
         wanted = for_rows, for_cols
         is_half = self.images.dtype != torch.float32
@@ -208,7 +213,7 @@ class Batch:
         """Writes G of rows r (`rows`: their statistics) by all columns; sums of G u of its tiles, if wanted."""
         n, dtype, rule = self.n, self.images.dtype, self.rule
         tiles = self.tiles if r == slice(0, n) else self._tiles(Side(self.x, 0, self.ids)[r])
-        sums = torch.empty(tiles.tiles_m * tiles.tiles_n, device=g.device) if want_sum else None
+        sums = _empty(g.device, tiles.tiles_m * tiles.tiles_n) if want_sum else None
         stats = rows, cols, 0 if rows is None else rows.stride(0), n
         wanted = rows is not None, cols is not None
         last = float(rule.label_smoothing), gain(dtype)
@@ -240,8 +245,8 @@ class Batch:
         height = g.shape[0]
         d_x = d_y = None
         if height < n:  # else the products make them, which costs the host less
-            d_x = torch.empty(n, self.depth, device=device) if need_x else None
-            d_y = torch.empty(n, self.depth, device=device) if need_y else None
+            d_x = _empty(device, n, self.depth) if need_x else None
+            d_y = _empty(device, n, self.depth) if need_y else None
         from_tiles: list[Tensor] = []  # of the scale, where dX is not computed
         for r in parts(n, height):
             band, own, out, of_rows = g, images, d_x, rows
@@ -286,7 +291,7 @@ class Batch:
         """Parts of share times the sum over all i of x_i . dX_i."""
         length = d_x.numel()
         programs = -(-length // _DOT_BLOCK)
-        sums = torch.empty(programs, device=d_x.device)
+        sums = _empty(d_x.device, programs)
         values = (self.x.contiguous(), d_x, sums, length, share)
         launch(dot_kernel, d_x.device, programs, values, (_DOT_BLOCK,), warps=8, stages=1, kind=self.kind)
         return sums
@@ -309,9 +314,9 @@ class Batch:
             return None, None, None if sums is None else sums * share
         block_d = 16 if depth <= 16 else 32 if depth <= 32 else 64 if depth <= 64 else c.block_n
         programs = -(-n // c.block_m) * -(-depth // block_d)
-        dot_sums = torch.empty(programs, device=device) if need_scale and need_x else None
-        d_x = torch.empty(n, depth, device=device) if need_x else None
-        d_y = torch.empty(n, depth, device=device) if need_y else None
+        dot_sums = _empty(device, programs) if need_scale and need_x else None
+        d_x = _empty(device, n, depth) if need_x else None
+        d_y = _empty(device, n, depth) if need_y else None
         if x.dtype == torch.float32:  # under the interpreter half-precision operands are widened
             split, g = False, g.float()
         launch(
