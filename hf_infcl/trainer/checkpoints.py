@@ -181,7 +181,7 @@ def how_to_go_on(saved: str | None, output_dir: str | Path) -> str | None:
         output_dir: its folder, in which those of earlier runs may lie.
     """
     newest = newest_checkpoint(output_dir)
-    if newest is None or not _was_saved(Path(newest)):
+    if newest is not None and not _was_saved(Path(newest)):
         newest = None
     if saved is None:
         return None if newest is None else f"This run had saved no checkpoint yet: {newest} is an earlier run's"
