@@ -21,7 +21,7 @@ def triton_tiles():
 
 
 def chunk(kind="random", n_rows=20, n_cols=40, depth=20, offsets=(3, 0), ids=None, dtype=torch.float32, seed=0):
-    """A ragged chunk that holds part of the diagonal."""
+    """A ragged chunk that holds part of the diagonal; neither side shares its memory with the other."""
     x, y = pairs(kind, 128, depth, seed)
     g = torch.Generator().manual_seed(seed)
     labels = None if ids is None else torch.randint(-(2**40), 2**40, (ids,), generator=g)
@@ -31,7 +31,7 @@ def chunk(kind="random", n_rows=20, n_cols=40, depth=20, offsets=(3, 0), ids=Non
     r, c = offsets
     rows, cols = slice(r, r + n_rows), slice(c, c + n_cols)
     make = lambda e, part: Side(  # noqa: E731
-        e[part].to(DEVICE, dtype), part.start, None if both is None else both[part].to(DEVICE)
+        e[part].to(DEVICE, dtype), part.start, None if both is None else both[part].to(DEVICE, copy=True)
     )
     return make(x, rows), make(y, cols)
 
@@ -160,7 +160,7 @@ def test_a_lone_copy_is_left_out(triton_tiles, rule):
     from hf_infcl.ops.triton.kernels_common import SEVERAL
 
     rows, cols = chunk(n_rows=120, n_cols=125, ids=10**6)
-    rows.ids[7, 1] = cols.ids[90, 1]  # pair 10 of the batch and pair 90, either's image with the other's text
+    rows.ids[7, 1] = cols.ids[10, 1] = cols.ids[90, 1]  # pairs 10 and 90, either's image with the other's text
     cells = related(triton_tiles, rows, cols, rule)
     assert (cells > 0).sum() == 2
     assert (cells != SEVERAL.value).all()
